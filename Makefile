@@ -1,0 +1,39 @@
+# One name for every common task. `make` alone lists them.
+BIN := .venv/bin
+.DEFAULT_GOAL := help
+.PHONY: help setup demo test lint types ci full docs vllm-env
+
+help: ## Show this list
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
+
+setup: ## Make .venv and install Rollplane with the embedded engine, gRPC and the tests' tools
+	python3 -m venv .venv
+	$(BIN)/pip install -c constraints.txt -e '.[embedded,grpc,test]'
+
+demo: ## Train a tiny policy with GRPO through the whole stack, on one CPU
+	$(BIN)/python demo/grpo.py
+
+test: ## Run the tests that need no other environment (unit, contract, e2e)
+	$(BIN)/pytest
+
+lint: ## Check format, lint, docstring coverage and import layers
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/interrogate src
+	$(BIN)/lint-imports
+
+types: ## Type-check src with mypy --strict
+	$(BIN)/mypy --strict src
+
+ci: ## Run what CI runs, from the set-up on
+	bash .ci/run
+
+full: ## Run everything, with what is too long for CI
+	bash .ci/full
+
+docs: ## Build the API reference into build/docs
+	$(BIN)/pip install --quiet 'pdoc>=15'
+	$(BIN)/pdoc --docformat google --output-directory build/docs rollplane
+
+vllm-env: ## Make .venv-vllm: Rollplane beside vLLM's CPU build
+	bash .ci/vllm-env
