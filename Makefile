@@ -36,4 +36,4 @@ docs: ## Build the API reference into build/docs
 	$(BIN)/pdoc --docformat google --output-directory build/docs rollplane
 
 vllm-env: ## Make .venv-vllm: Rollplane beside vLLM's CPU build
-	bash .ci/vllm-env
+	bash scripts/make_vllm_env.sh
