@@ -1,0 +1,1 @@
+"""Tiny random models, made on the spot: real architectures, real file formats, no downloads."""

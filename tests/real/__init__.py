@@ -1,0 +1,1 @@
+"""Real parts as processes of a test: vLLM's Rust server, Dynamo's frontend and sidecar."""

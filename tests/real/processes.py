@@ -1,0 +1,201 @@
+"""Starts a server of another project for a test, waits until it answers, and ends it with everything that it started.
+
+The environments come from `scripts/make_vllm_env.sh`, `scripts/fetch_vllm_rs.sh` and `scripts/make_dynamo_env.sh`. One that
+is missing is a failure that names its script: a test of a real part that did not meet the part has shown nothing.
+"""
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+ROOT = Path(__file__).parents[2]
+VLLM_ENV = ROOT / ".venv-vllm"
+DYNAMO_ENV = ROOT / ".venv-dynamo"
+VLLM_RS = ROOT / ".cache" / "vllm-rs" / "vllm-rs-0.31.0"
+
+# Without the first, vLLM on a CPU wants 92 % of the machine's memory for its KV cache.
+VLLM_SETTINGS = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_USAGE_STATS": "1"}
+
+POLL_S = 0.1
+STOP_S = 20.0
+
+
+@dataclass(frozen=True)
+class Server:
+    """A running server: its process, the ports that it listens on at 127.0.0.1, and where its output goes."""
+
+    pid: int
+    http_port: int
+    grpc_port: int | None
+    log: Path
+
+    @property
+    def http_url(self) -> str:
+        return f"http://127.0.0.1:{self.http_port}"
+
+    @property
+    def grpc_target(self) -> str:
+        if self.grpc_port is None:
+            raise ValueError("this server speaks no gRPC")
+        return f"127.0.0.1:{self.grpc_port}"
+
+
+@contextlib.contextmanager
+def vllm_rs(
+    model: Path, log: Path, *, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None
+) -> Iterator[Server]:
+    """vLLM's Rust server with one engine on the CPU: HTTP, `/inference/v1/generate` and gRPC. 20 to 30 s to start.
+
+    `arguments` go to the engine, after those that every tiny model needs; `environment` is added to `VLLM_SETTINGS`.
+    """
+    python = _require(VLLM_ENV / "bin" / "python", "scripts/make_vllm_env.sh")
+    binary = _require(VLLM_RS, "scripts/fetch_vllm_rs.sh")
+    http_port, grpc_port = free_ports(2)
+    command = [str(binary), "serve", str(model), "--port", str(http_port), "--grpc-port", str(grpc_port)]
+    command += ["--enable-scale-out", "--", "--enforce-eager", "--dtype", "bfloat16", "--block-size", "32"]
+    command += ["--max-model-len", "4096", *arguments]
+    settings = VLLM_SETTINGS | {"PATH": f"{python.parent}:{os.environ['PATH']}"} | dict(environment or {})
+    with running(command, log, environment=settings) as process:
+        wait_for_http(f"http://127.0.0.1:{http_port}/health", process, log, timeout_s=180)
+        yield Server(process.pid, http_port, grpc_port, log)
+
+
+@contextlib.contextmanager
+def dynamo_frontend(store: Path, log: Path, *, environment: Mapping[str, str] | None = None) -> Iterator[Server]:
+    """Dynamo's frontend with file discovery in `store`, and its routes for Generate and RL. Knows no model at first."""
+    python = _require(DYNAMO_ENV / "bin" / "python", "scripts/make_dynamo_env.sh")
+    http_port, rl_port = free_ports(2)
+    command = [str(python), "-m", "dynamo.frontend", "--http-port", str(http_port), "--router-mode", "round-robin"]
+    settings = dynamo_settings(store) | {"DYN_ENABLE_RL": "true", "DYN_RL_PORT": str(rl_port)} | dict(environment or {})
+    with running(command, log, environment=settings) as process:
+        wait_for_http(f"http://127.0.0.1:{http_port}/health", process, log, timeout_s=60)
+        yield Server(process.pid, http_port, None, log)
+
+
+@contextlib.contextmanager
+def dynamo_sidecar(store: Path, log: Path, *, engine: Server) -> Iterator[Server]:
+    """Dynamo's own sidecar between its frontend in `store` and a gRPC engine. The HTTP port is its system port."""
+    python = _require(DYNAMO_ENV / "bin" / "python", "scripts/make_dynamo_env.sh")
+    (system_port,) = free_ports(1)
+    command = [str(python), "-m", "dynamo.vllm.sidecar", "--grpc-endpoint", engine.grpc_target]
+    command += ["--enable-rl", "--vllm-http-endpoint", engine.http_url]
+    settings = dynamo_settings(store) | {"DYN_SYSTEM_PORT": str(system_port)}
+    with running(command, log, environment=settings) as process:
+        wait_for_http(f"http://127.0.0.1:{system_port}/health", process, log, timeout_s=60)
+        yield Server(process.pid, system_port, None, log)
+
+
+def dynamo_settings(store: Path) -> dict[str, str]:
+    """What every Dynamo process of one test shares: discovery in a directory, no etcd and no NATS."""
+    return {
+        "DYN_DISCOVERY_BACKEND": "file",
+        "DYN_FILE_KV": str(store),
+        "DYN_REQUEST_PLANE": "tcp",
+        "DYN_EVENT_PLANE": "zmq",
+        "DYN_VLLM_ENABLE_INFERENCE_V1_GENERATE": "1",
+        "HF_HUB_OFFLINE": "1",
+    }
+
+
+@contextlib.contextmanager
+def running(command: Sequence[str], log: Path, *, environment: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
+    """The process, its output in `log`. At the end it and all its descendants are gone, whatever the test did."""
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=os.environ | dict(environment),
+            start_new_session=True,
+        )
+    try:
+        yield process
+    finally:
+        # Listed before the end: an orphan has lost its parent's id. vLLM's Rust server moves its engine to a process
+        # group of its own, so that ending one group would leave the engine behind.
+        started = [(process.pid, _start_time(process.pid)), *_descendants(process.pid)]
+        process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(STOP_S)
+        for pid, start_time in started:
+            if start_time is not None and _start_time(pid) == start_time:  # the same process, not a reused id
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGKILL)
+        process.wait(STOP_S)
+
+
+def wait_for_http(url: str, process: subprocess.Popen[bytes], log: Path, *, timeout_s: float) -> None:
+    """Returns at the first answer with a status below 500.
+
+    Raises:
+        RuntimeError: the process ended, or `timeout_s` went by; the message has the end of its log.
+    """
+    deadline = time.monotonic() + timeout_s
+    while time.monotonic() < deadline:
+        try:
+            with urllib.request.urlopen(url, timeout=5):
+                return
+        except urllib.error.HTTPError as error:
+            if error.code < 500:
+                return
+        except OSError:
+            pass
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(POLL_S)  # the pause between two tries, cut short by the process's end
+            raise RuntimeError(f"{process.args!r} ended with {process.returncode}:\n{_tail(log)}")
+    raise RuntimeError(f"{url} did not answer within {timeout_s} s:\n{_tail(log)}")
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports of 127.0.0.1 that were free a moment ago, all different."""
+    with contextlib.ExitStack() as stack:
+        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for each in sockets:
+            each.bind(("127.0.0.1", 0))
+        return [each.getsockname()[1] for each in sockets]
+
+
+def _require(path: Path, script: str) -> Path:
+    if not path.exists():
+        raise FileNotFoundError(f"{path} is missing: run {script}")
+    return path
+
+
+def _tail(log: Path, *, lines: int = 30) -> str:
+    return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
+
+
+def _stat(pid: int) -> list[str] | None:
+    """The fields of /proc/PID/stat after the command's name, which may itself hold spaces: [state, parent, ...]."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+
+
+def _start_time(pid: int) -> str | None:
+    """In clock ticks since boot; with the id it names a process for good. None for one that is gone or a zombie."""
+    fields = _stat(pid)
+    return None if fields is None or fields[0] == "Z" else fields[19]
+
+
+def _descendants(pid: int) -> list[tuple[int, str | None]]:
+    children: dict[int, list[int]] = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and (fields := _stat(int(entry.name))) is not None:
+            children.setdefault(int(fields[1]), []).append(int(entry.name))
+    found, pending = [], [pid]
+    while pending:
+        for child in children.get(pending.pop(), []):
+            found.append((child, _start_time(child)))
+            pending.append(child)
+    return found
