@@ -1,0 +1,138 @@
+"""The one interface: everything that makes tokens is an `Engine`.
+
+The mock, the embedded engine, vLLM in process, vLLM over gRPC, a remote worker, the router and every wrapper answer to
+it, so they nest freely and one HTTP app serves any of them. What only some can do is in the optional protocols below.
+`rollplane.testing.check_engine` holds any implementation to the promises written here.
+"""
+
+from collections.abc import AsyncIterator
+from typing import Any, Protocol, runtime_checkable
+
+from rollplane.protocol.admin import FlushReport, PauseMode, PauseReport, ResumeReport, StagedWeights
+from rollplane.protocol.events import Event
+from rollplane.protocol.info import EngineHealth, EngineInfo
+from rollplane.protocol.request import GenerateRequest
+
+
+@runtime_checkable
+class Engine(Protocol):
+    """Makes tokens.
+
+    Promises: `generate` checks the request first and raises a typed error before any work; then yields
+    `PromptEvent? ChoiceEvent* EndEvent` with one terminal event per choice. A request with `stream` false gets one
+    (terminal) event per choice. Closing the iterator, or cancelling the task that reads it, stops the work within one
+    step. Only errors from `rollplane.errors` leave it. It may be called from one event loop only.
+    """
+
+    @property
+    def info(self) -> EngineInfo:
+        """Facts that do not change; valid after `start`."""
+        ...
+
+    async def start(self) -> None:
+        """Make ready to serve; raises `EngineDied` or `InvalidRequest` (bad settings) when it cannot."""
+        ...
+
+    async def close(self, *, grace_s: float = 0.0) -> None:
+        """Stop. Running requests may finish within `grace_s` seconds, then end with `EngineDied`. Idempotent."""
+        ...
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[Event]:
+        """Serve one request; see the class. Two live requests with one id are the caller's to prevent."""
+        ...
+
+    async def abort(self, request_id: str) -> int:
+        """End a request with finish reason `abort`, keeping all tokens so far; how many live requests had the id.
+
+        Unknown ids and repeats are no error and count 0.
+        """
+        ...
+
+    async def health(self) -> EngineHealth:
+        """A moment's health, without waiting for the engine's step."""
+        ...
+
+
+@runtime_checkable
+class WeightReceiver(Protocol):
+    """An engine whose policy can be paused and replaced in place.
+
+    `rl.weights.PolicyControl` is the caller and owns the order: stage (any time), pause, apply, resume.
+    """
+
+    @property
+    def policy_version(self) -> str:
+        """The version of the weights that make tokens now."""
+        ...
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool = False) -> PauseReport:
+        """Stop stepping; returns only when the engine is idle. New requests queue up in every mode.
+
+        keep: running requests freeze and go on at resume. wait: they finish first. abort: they end with `abort`.
+        `clear_cache`: drop all cached KV; kept requests get theirs recomputed at resume and are marked `recomputed`.
+        Calling it while paused is fine: a stricter mode is applied to what is left.
+        """
+        ...
+
+    async def resume(self) -> ResumeReport:
+        """Step again. Not paused: nothing happens."""
+        ...
+
+    async def stage_weights(self, path: str) -> StagedWeights:
+        """Read and check a checkpoint without touching the model; generation goes on.
+
+        Raises:
+            NotFound: no such directory or no safetensors in it.
+            InvalidRequest: unknown or missing tensors, other shapes or dtypes; by name.
+        """
+        ...
+
+    async def apply_weights(self, staged: StagedWeights, *, version: str) -> None:
+        """Put staged weights in place; only while paused. The version changes last, after success.
+
+        Raises:
+            EngineFailed: refused, the old weights still serve.
+            EngineDied: the engine cannot serve any more.
+        """
+        ...
+
+    async def set_policy_version(self, version: str) -> None:
+        """Change the label only; touches no request."""
+        ...
+
+    async def flush_cache(self, *, preempt: bool = False) -> FlushReport:
+        """Drop cached KV, encoder and multimodal caches that no running request holds.
+
+        `preempt`: running requests give theirs up too and recompute. `reset` is False when something was held.
+        """
+        ...
+
+
+@runtime_checkable
+class AdapterHost(Protocol):
+    """An engine that holds LoRA adapters under engine-side names; `rl.adapters` owns names, generations and leases."""
+
+    async def load_adapter(self, engine_name: str, path: str) -> None:
+        """Load an adapter's files beside those already there.
+
+        Raises:
+            NotFound: no such directory. InvalidRequest: rank, target modules or shapes do not fit. Conflict: no slot.
+        """
+        ...
+
+    async def unload_adapter(self, engine_name: str) -> None:
+        """Drop an adapter that no request uses; unknown names are no error."""
+        ...
+
+    async def loaded_adapters(self) -> list[str]:
+        """Engine-side names now loaded."""
+        ...
+
+
+@runtime_checkable
+class KvEventSource(Protocol):
+    """An engine that says which KV blocks it stores and drops; the router's prefix index follows it."""
+
+    def kv_events(self) -> AsyncIterator[Any]:
+        """Batches of `protocol.kv_events.KvEvent`, first a snapshot of what is stored, then changes."""
+        ...

@@ -1,0 +1,144 @@
+"""Domain-separated identities: media content, routing markers, cache scope, adapters, block keys.
+
+One definition per identity, used alike by frontend and worker. The media identity and its routing marker are the ones
+NVIDIA Dynamo 1.6.1's frontend computes, so that both systems route the same content alike.
+"""
+
+import hashlib
+import struct
+from collections.abc import Iterable
+from typing import Final
+
+import numpy as np
+import xxhash
+
+from rollplane.errors import InvalidRequest
+from rollplane.protocol.arrays import Int32Array
+from rollplane.protocol.features import MediaItem
+
+MEDIA_DOMAIN: Final = b"vllm.grpc.preprocessed-mm.v1"
+MARKER_DOMAIN: Final = "grpc-mm:"
+ROUTING_PAD_BASE: Final = 1_000_000
+ROUTING_PAD_MASK: Final = 2**30 - 1
+SALT_DOMAIN: Final = b"rollplane.salt.v1"
+ADAPTER_DOMAIN: Final = b"rollplane.adapter.v1"
+BLOCK_DOMAIN: Final = b"rollplane.block.v1"
+
+
+def media_identity(modality: str, raw: bytes) -> str:
+    """The content identity of one processed medium, 64 hex digits.
+
+    sha256 over the domain, then modality and payload each led by its length as an unsigned 64-bit big-endian integer,
+    so that no two (modality, payload) pairs share an input.
+    """
+    name = modality.encode()
+    digest = hashlib.sha256(MEDIA_DOMAIN)
+    digest.update(struct.pack(">Q", len(name)) + name + struct.pack(">Q", len(raw)))
+    digest.update(raw)
+    return digest.hexdigest()
+
+
+def routing_marker(mm_hash: str) -> str:
+    """The routing marker of a content identity: 16 hex digits of xxh3-64 and 48 zeros."""
+    return f"{marker_value(mm_hash):016x}" + "0" * 48
+
+
+def marker_value(mm_hash: str) -> int:
+    """xxh3-64 of the domain-separated content identity."""
+    return xxhash.xxh3_64_intdigest((MARKER_DOMAIN + mm_hash).encode())
+
+
+def routing_pad(mm_hash: str) -> int:
+    """The token id that a medium's embed positions count as in block keys."""
+    return ROUTING_PAD_BASE + (marker_value(mm_hash) & ROUTING_PAD_MASK)
+
+
+def identify(items: list[MediaItem] | None) -> None:
+    """Compute the content identity of every item that carries its payload, in place.
+
+    Raises:
+        InvalidRequest: an item already claims another identity than its content has.
+    """
+    for i, item in enumerate(items or ()):
+        if item.kwargs is None:
+            continue
+        found = media_identity(item.modality, item.kwargs)
+        if item.mm_hash is not None and item.mm_hash != found:
+            raise InvalidRequest(
+                f"features item {i} ({item.modality}) claims the identity {item.mm_hash[:16]}..., its content has "
+                f"{found[:16]}...",
+                param="features",
+            )
+        item.mm_hash = found
+
+
+def routing_tokens(token_ids: Int32Array, items: Iterable[MediaItem]) -> Int32Array:
+    """The tokens that block keys are computed from: media embed positions replaced by their routing pads.
+
+    Returns the same array where there are no media.
+    """
+    out: Int32Array | None = None
+    for item in items:
+        if item.mm_hash is None:
+            continue
+        if out is None:
+            out = token_ids.copy()
+        span = out[item.offset : item.offset + item.length]
+        pad = routing_pad(item.mm_hash)
+        if item.is_embed is None:
+            span[:] = pad
+        else:
+            span[item.is_embed] = pad
+    return token_ids if out is None else out
+
+
+def engine_salt(client_salt: str | None, *, policy_version: str | None) -> str | None:
+    """The salt an engine gets: the client's, scoped by the policy version where the server isolates by version.
+
+    Frontend and worker both use this, so predicted and actual block keys agree. None: no salt at all.
+    """
+    if policy_version is None:
+        return client_salt
+    digest = hashlib.sha256(SALT_DOMAIN)
+    for part in (policy_version, client_salt or ""):
+        data = part.encode()
+        digest.update(struct.pack(">Q", len(data)) + data)
+    return "rp-" + digest.hexdigest()[:32]
+
+
+def adapter_digest(files: Iterable[tuple[str, bytes]]) -> str:
+    """The content identity of an adapter: sha256 over (name, bytes) in name order, 64 hex digits."""
+    digest = hashlib.sha256(ADAPTER_DOMAIN)
+    for name, data in sorted(files):
+        encoded = name.encode()
+        digest.update(struct.pack(">Q", len(encoded)) + encoded + struct.pack(">Q", len(data)))
+        digest.update(data)
+    return digest.hexdigest()
+
+
+def block_keys(
+    tokens: Int32Array, *, block_tokens: int, salt: str | None = None, adapter: str | None = None
+) -> list[int]:
+    """The chained 64-bit keys of a prompt's full blocks.
+
+    Args:
+        tokens: int32 [prompt], media positions already replaced (`routing_tokens`).
+        block_tokens: tokens per block; a last partial block has no key.
+        salt: the engine-side salt; it enters with the first block and so every later one.
+        adapter: engine-side adapter name; likewise.
+
+    Each key is xxh3-64 of the block's tokens (little-endian int32) seeded with the key before it; the chain starts from
+    a hash of the domain, salt and adapter.
+    """
+    scope = xxhash.xxh3_64(BLOCK_DOMAIN)
+    for part in (salt or "", adapter or ""):
+        data = part.encode()
+        scope.update(struct.pack(">Q", len(data)) + data)
+    key = scope.intdigest()
+    keys: list[int] = []
+    raw = np.ascontiguousarray(tokens, dtype="<i4").view(np.uint8).data
+    size = block_tokens * 4
+    for at in range(0, len(raw) - size + 1, size):
+        key = xxhash.xxh3_64_intdigest(raw[at : at + size], seed=key)
+        keys.append(key)
+    return keys

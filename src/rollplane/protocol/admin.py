@@ -1,0 +1,97 @@
+"""Administration: what is asked of a worker and what it answers. One record per operation, shared by every name it has."""
+
+from typing import Any, Literal
+
+import msgspec
+
+from rollplane.protocol.info import Capabilities, EngineState
+
+PauseMode = Literal["keep", "wait", "abort"]
+
+
+class PauseReport(msgspec.Struct, kw_only=True):
+    """What a pause did. Counts are requests; `cleared`: None not asked, False asked and not possible."""
+
+    mode: PauseMode
+    already_paused: bool
+    kept: int = 0
+    aborted: int = 0
+    drained: int = 0
+    cleared: bool | None = None
+
+
+class ResumeReport(msgspec.Struct, kw_only=True):
+    """What a resume did; `was_paused` False: it was running already, nothing changed."""
+
+    was_paused: bool
+    policy_version: str
+
+
+class FlushReport(msgspec.Struct, kw_only=True):
+    """What a cache reset did. `blocks_freed` None where the engine does not say."""
+
+    reset: bool
+    blocks_freed: int | None = None
+    preempted: int = 0
+    reason: str | None = None
+
+
+class StagedWeights(msgspec.Struct, kw_only=True):
+    """A checkpoint that was read and checked against the model without touching it.
+
+    `digest`: sha256 over names, dtypes, shapes and contents, 64 hex digits. `handle`: the engine's own.
+    """
+
+    path: str
+    digest: str
+    tensors: int
+    bytes: int
+    handle: Any = None
+
+
+class UpdateReport(msgspec.Struct, kw_only=True):
+    """What a weight update did. `applied` False: this digest and version were current already."""
+
+    policy_version: str
+    previous_version: str
+    digest: str
+    tensors: int
+    bytes: int
+    applied: bool = True
+    stage_s: float = 0.0
+    pause_s: float = 0.0
+
+
+class AdapterRecord(msgspec.Struct, kw_only=True):
+    """One generation of an adapter. `leases`: requests that use it now."""
+
+    name: str
+    generation: int
+    engine_name: str
+    path: str
+    digest: str
+    rank: int
+    state: Literal["loading", "ready", "draining", "gone"]
+    leases: int = 0
+
+
+class WorkerRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """A worker in `GET /v1/rl/workers`, protocol version 1. `capabilities` and what follows are ours."""
+
+    namespace: str
+    component: str
+    endpoint: str
+    instance_id: str
+    transport: Any
+    request_plane_url: str
+    system_url: str
+    model: str
+    routes: list[str]
+    world_size: int | None = None
+    admin_base_url: str | None = None
+    capabilities: Capabilities | None = None
+    policy_version: str | None = None
+    policy_digest: str | None = None
+    state: EngineState | None = None
+    adapters: list[AdapterRecord] = msgspec.field(default_factory=list)
+    error: str | None = None

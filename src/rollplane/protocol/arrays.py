@@ -1,0 +1,101 @@
+"""Arrays on the wire: one encoding for every numpy array in msgpack, and the array types that records name.
+
+In msgpack an array is the map `{"dtype": str, "shape": [int, ...], "data": bin}`: C-order, little-endian, dtype by its
+numpy name (`int32`, `float32`, `uint8`, `uint16`, `bool`). No other dtype crosses a wire of ours.
+"""
+
+from typing import Any, get_args
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+Int32Array = npt.NDArray[np.int32]
+"""Token ids, offsets, ranks; shape stated where a field is declared."""
+Float32Array = npt.NDArray[np.float32]
+"""Log-probabilities in nats."""
+BoolArray = npt.NDArray[np.bool_]
+"""Flags, one per position."""
+ExpertArray = np.ndarray[Any, Any]
+"""Expert ids; uint8, uint16 or int32, the narrowest that holds the largest id."""
+
+WIRE_DTYPES = frozenset({"int32", "float32", "uint8", "uint16", "bool", "int64"})
+
+INT32_MAX = 2**31 - 1
+
+
+def encode_array(array: npt.NDArray[Any]) -> dict[str, Any]:
+    """The wire map of an array, over its own memory where it is C-contiguous (no copy here; msgspec copies once)."""
+    name = array.dtype.name
+    if name not in WIRE_DTYPES:
+        raise TypeError(f"an array of dtype {name} does not cross the wire; allowed: {sorted(WIRE_DTYPES)}")
+    data = np.ascontiguousarray(array)
+    return {"dtype": name, "shape": list(data.shape), "data": data.reshape(-1).view(np.uint8).data}
+
+
+def decode_array(obj: Any) -> npt.NDArray[Any]:
+    """The array of a wire map, over the decoded bytes (read-only, no copy).
+
+    Raises:
+        ValueError: the map is incomplete, its dtype is not one of ours, or shape and data disagree; with the numbers.
+    """
+    if not isinstance(obj, dict) or set(obj) != {"dtype", "shape", "data"}:
+        raise ValueError("an array is a map of dtype, shape and data")
+    name, shape, data = obj["dtype"], obj["shape"], obj["data"]
+    if name not in WIRE_DTYPES:
+        raise ValueError(f"array dtype {name!r} is not one of {sorted(WIRE_DTYPES)}")
+    if not isinstance(shape, list) or not all(type(d) is int and d >= 0 for d in shape):
+        raise ValueError(f"array shape {shape!r} is not a list of sizes")
+    if not isinstance(data, (bytes, memoryview)):
+        raise ValueError(f"array data is a {type(data).__name__}, not bytes")
+    dtype = np.dtype(name)
+    wanted = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    if wanted != len(data):
+        raise ValueError(f"array of shape {shape} and dtype {name} needs {wanted} bytes, got {len(data)}")
+    return np.frombuffer(data, dtype=dtype).reshape(shape)
+
+
+def enc_hook(obj: Any) -> Any:
+    """msgspec hook: arrays become wire maps, numpy scalars become numbers."""
+    if isinstance(obj, np.ndarray):
+        return encode_array(obj)
+    if isinstance(obj, np.generic):
+        return obj.item()
+    raise NotImplementedError(f"{type(obj).__name__} does not cross the wire")
+
+
+def dec_hook(kind: Any, obj: Any) -> Any:
+    """msgspec hook: wire maps become arrays; a plain list of integers or numbers is taken too (small clients)."""
+    origin = getattr(kind, "__origin__", kind)
+    if origin is not np.ndarray:
+        raise NotImplementedError(f"{kind} does not cross the wire")
+    wanted = _wanted_dtype(kind)
+    if isinstance(obj, list) and wanted is not None:
+        if wanted.kind == "i" and not all(type(x) is int for x in obj):
+            raise ValueError("expected integers")
+        try:
+            return np.array(obj, dtype=wanted)
+        except (OverflowError, ValueError, TypeError) as error:
+            raise ValueError(f"not an array of {wanted.name}: {error}") from None
+    array = decode_array(obj)
+    if wanted is not None and array.dtype != wanted:
+        raise ValueError(f"array dtype is {array.dtype.name}, expected {wanted.name}")
+    return array
+
+
+def _wanted_dtype(kind: Any) -> np.dtype[Any] | None:
+    args = get_args(kind)
+    inner = get_args(args[1]) if len(args) == 2 else ()
+    if inner and isinstance(inner[0], type) and issubclass(inner[0], np.generic):
+        return np.dtype(inner[0])
+    return None
+
+
+def empty_int32() -> Int32Array:
+    """A length-0 int32 array."""
+    return np.empty(0, dtype=np.int32)
+
+
+def msgpack_encoder() -> msgspec.msgpack.Encoder:
+    """An encoder that writes arrays as wire maps."""
+    return msgspec.msgpack.Encoder(enc_hook=enc_hook)

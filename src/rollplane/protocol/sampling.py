@@ -1,0 +1,218 @@
+"""Sampling parameters as the wire carries them: omitted, null and a value are three things up to the engine.
+
+Every field is `UNSET` where the caller left it out, None where the caller sent null, and a value otherwise; null means
+omitted to the engine. The names are vLLM 0.31's public `SamplingParams`. Checks here need no engine; what depends on an
+engine's vocabulary, widths and abilities is in `rollplane.admission`.
+"""
+
+import math
+from typing import Any, Final
+
+import msgspec
+from msgspec import UNSET, UnsetType
+
+from rollplane.errors import InvalidRequest
+
+Maybe = UnsetType | None
+
+INT64_MIN, INT64_MAX = -(2**63), 2**63 - 1
+MAX_STOP_STRINGS: Final = 64
+MAX_STOP_CHARS: Final = 1024
+
+
+class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+    """What a caller may set. Units: temperatures and penalties are dimensionless, counts are tokens."""
+
+    n: int | Maybe = UNSET
+    presence_penalty: float | Maybe = UNSET
+    frequency_penalty: float | Maybe = UNSET
+    repetition_penalty: float | Maybe = UNSET
+    temperature: float | Maybe = UNSET
+    top_p: float | Maybe = UNSET
+    top_k: int | Maybe = UNSET
+    min_p: float | Maybe = UNSET
+    seed: int | Maybe = UNSET
+    stop: str | list[str] | Maybe = UNSET
+    stop_token_ids: list[int] | Maybe = UNSET
+    ignore_eos: bool | Maybe = UNSET
+    max_tokens: int | Maybe = UNSET
+    min_tokens: int | Maybe = UNSET
+    logprobs: int | Maybe = UNSET
+    prompt_logprobs: int | Maybe = UNSET
+    prompt_logprob_token_ids: list[int] | Maybe = UNSET
+    prompt_logprob_start: int | Maybe = UNSET
+    logprob_token_ids: list[int] | Maybe = UNSET
+    flat_logprobs: bool | Maybe = UNSET
+    detokenize: bool | Maybe = UNSET
+    skip_special_tokens: bool | Maybe = UNSET
+    spaces_between_special_tokens: bool | Maybe = UNSET
+    include_stop_str_in_output: bool | Maybe = UNSET
+    stream_interval: int | Maybe = UNSET
+    structured_outputs: dict[str, Any] | Maybe = UNSET
+    logit_bias: dict[int, float] | Maybe = UNSET
+    allowed_token_ids: list[int] | Maybe = UNSET
+    extra_args: dict[str, Any] | Maybe = UNSET
+    bad_words: list[str] | Maybe = UNSET
+    skip_reading_prefix_cache: bool | Maybe = UNSET
+    thinking_token_budget: int | Maybe = UNSET
+    repetition_detection: dict[str, Any] | Maybe = UNSET
+    routed_experts_prompt_start: int | Maybe = UNSET
+    watermarking: Any = UNSET
+
+    def get(self, name: str, default: Any = None) -> Any:
+        """The value of a field, or `default` where it was omitted or null."""
+        value = getattr(self, name)
+        return default if value is UNSET or value is None else value
+
+    def given(self) -> dict[str, Any]:
+        """The fields that hold a value (neither omitted nor null)."""
+        return {name: v for name in FIELD_NAMES if (v := getattr(self, name)) is not UNSET and v is not None}
+
+    @property
+    def top_k_limit(self) -> int:
+        """The number of most likely tokens to keep; 0 = no top-k (absent, null, 0 and -1 are alike)."""
+        return max(int(self.get("top_k", 0)), 0)
+
+    @property
+    def choices(self) -> int:
+        """How many choices were asked for."""
+        return int(self.get("n", 1))
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """The stop strings as a list."""
+        stop = self.get("stop", [])
+        return [stop] if isinstance(stop, str) else list(stop)
+
+    @property
+    def truncates(self) -> bool:
+        """Whether top-k, top-p or min-p removes tokens from the support."""
+        return self.top_k_limit > 0 or self.get("top_p", 1.0) < 1.0 or self.get("min_p", 0.0) > 0.0
+
+
+FIELD_NAMES: Final[tuple[str, ...]] = SamplingParams.__struct_fields__
+
+_NUMBER_RANGES: Final[dict[str, tuple[float, float, str]]] = {
+    "presence_penalty": (-2.0, 2.0, "in [-2, 2]"),
+    "frequency_penalty": (-2.0, 2.0, "in [-2, 2]"),
+    "temperature": (0.0, math.inf, ">= 0"),
+    "min_p": (0.0, 1.0, "in [0, 1]"),
+}
+_COUNT_RANGES: Final[dict[str, tuple[int, int, str]]] = {
+    "n": (1, 2**20, ">= 1"),
+    "top_k": (-1, 2**31 - 1, ">= -1"),
+    "seed": (INT64_MIN, INT64_MAX, "a 64-bit integer"),
+    "max_tokens": (1, 2**31 - 1, ">= 1"),
+    "min_tokens": (0, 2**31 - 1, ">= 0"),
+    "logprobs": (-1, 2**31 - 1, ">= -1"),
+    "prompt_logprobs": (-1, 2**31 - 1, ">= -1"),
+    "prompt_logprob_start": (0, 2**31 - 1, ">= 0"),
+    "stream_interval": (1, 2**31 - 1, ">= 1"),
+    "thinking_token_budget": (0, 2**31 - 1, ">= 0"),
+    "routed_experts_prompt_start": (0, 2**31 - 1, ">= 0"),
+}
+
+
+def parse_sampling(obj: dict[str, Any], *, drop_unknown: bool = False) -> SamplingParams:
+    """Typed and checked sampling parameters from a decoded object (without the envelope's own keys).
+
+    Args:
+        obj: the caller's object; `vllm_xargs` is merged into `extra_args`, `output_kind: 2` and `return_token_ids: true`
+            have no effect and are taken out.
+        drop_unknown: leave out fields nobody knows instead of refusing them.
+
+    Raises:
+        InvalidRequest: naming the field, the value's kind and the limit.
+    """
+    fields = dict(obj)
+    kind = fields.pop("output_kind", None)
+    if kind not in (None, 2) or isinstance(kind, bool):
+        _refuse("output_kind", f"must be 2 (final only) or absent, got {kind!r}; streaming is chosen with `stream`")
+    ids = fields.pop("return_token_ids", None)
+    if ids is not None and ids is not True:
+        _refuse("return_token_ids", f"must be true or absent, got {ids!r}: token ids are what this route returns")
+    if "vllm_xargs" in fields:
+        fields["extra_args"] = _merge_extra_args(fields.get("extra_args"), fields.pop("vllm_xargs"))
+    unknown = [name for name in fields if name not in FIELD_NAMES]
+    if unknown:
+        if not drop_unknown:
+            name = unknown[0]
+            raise InvalidRequest(
+                f"sampling_params.{name} is not a sampling parameter of this server", param=f"sampling_params.{name}"
+            )
+        for name in unknown:
+            del fields[name]
+    try:
+        params = msgspec.convert(fields, SamplingParams, strict=True, str_keys=True)
+    except msgspec.ValidationError as error:
+        raise invalid_from_msgspec(error, root="sampling_params") from None
+    check_sampling(params)
+    return params
+
+
+def check_sampling(params: SamplingParams) -> None:
+    """Refuse values that no engine can mean.
+
+    Raises:
+        InvalidRequest: naming the field, the value's kind and the limit.
+    """
+    for name, (low, high, says) in _NUMBER_RANGES.items():
+        number = params.get(name)
+        if number is not None and not (low <= number <= high and math.isfinite(number)):
+            _refuse(name, f"must be {says}, got {number!r}")
+    for name, (least, most, says) in _COUNT_RANGES.items():
+        count = params.get(name)
+        if count is not None and not least <= count <= most:
+            _refuse(name, f"must be {says}, got {count!r}")
+    top_p = params.get("top_p")
+    if top_p is not None and not 0.0 < top_p <= 1.0:
+        _refuse("top_p", f"must be in (0, 1], got {top_p!r}")
+    repetition = params.get("repetition_penalty")
+    if repetition is not None and not (repetition > 0.0 and math.isfinite(repetition)):
+        _refuse("repetition_penalty", f"must be > 0, got {repetition!r}")
+    max_tokens, min_tokens = params.get("max_tokens"), params.get("min_tokens", 0)
+    if max_tokens is not None and min_tokens > max_tokens:
+        _refuse("min_tokens", f"is {min_tokens}, over max_tokens {max_tokens}")
+    for token_id, bias in params.get("logit_bias", {}).items():
+        if not math.isfinite(bias):
+            _refuse("logit_bias", f"of token {token_id} must be finite, got {bias!r}")
+    if params.get("allowed_token_ids") == []:
+        _refuse("allowed_token_ids", "must not be empty: no token could be sampled")
+    _check_stop(params.stop_strings)
+    for i, word in enumerate(params.get("bad_words", [])):
+        if not word:
+            _refuse(f"bad_words[{i}]", "must not be empty")
+
+
+def _check_stop(stop: list[str]) -> None:
+    if len(stop) > MAX_STOP_STRINGS:
+        _refuse("stop", f"holds {len(stop)} strings, the limit is {MAX_STOP_STRINGS}")
+    for i, text in enumerate(stop):
+        if not 1 <= len(text) <= MAX_STOP_CHARS:
+            _refuse(f"stop[{i}]", f"must have 1 to {MAX_STOP_CHARS} characters, has {len(text)}")
+
+
+def _merge_extra_args(extra: Any, xargs: Any) -> dict[str, Any] | None:
+    if xargs is None:
+        return extra if isinstance(extra, dict) else None
+    if not isinstance(xargs, dict):
+        _refuse("vllm_xargs", f"must be an object, got {type(xargs).__name__}")
+    if extra is None:
+        return dict(xargs)
+    if not isinstance(extra, dict):
+        _refuse("extra_args", f"must be an object, got {type(extra).__name__}")
+    both = sorted(set(extra) & set(xargs))
+    if both:
+        _refuse("vllm_xargs", f"repeats {both[0]!r}, which extra_args has too")
+    return {**extra, **xargs}
+
+
+def _refuse(name: str, says: str) -> None:
+    raise InvalidRequest(f"sampling_params.{name} {says}", param=f"sampling_params.{name}")
+
+
+def invalid_from_msgspec(error: msgspec.ValidationError | msgspec.DecodeError, *, root: str) -> InvalidRequest:
+    """Our error for a value that msgspec refused: its sentence, with the path rooted at the field's public name."""
+    text, _, path = str(error).partition(" - at `")
+    where = root + path.rstrip("`").removeprefix("$") if path else root
+    return InvalidRequest(f"{where}: {text[:1].lower()}{text[1:]}", param=where)
