@@ -18,7 +18,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
-from rollplane.errors import InvalidRequest
+from rollplane.errors import EngineProtocolError, InvalidRequest
+from rollplane.protocol import invariants
+from rollplane.protocol.artifacts import RoutedExperts, SamplingMask
+from rollplane.protocol.versions import check_spans
 
 __all__ = [
     "UNRECORDED",
@@ -94,42 +97,26 @@ def check_routes(
     """Check the invariants of one answer's routes.
 
     Args:
-        rows: expert ids, integer [R, L, K].
+        rows: expert ids as they came, uint8, uint16 or int32 [R, L, K].
         prompt_tokens: tokens of the prompt.
         completion_tokens: tokens generated.
         start: first sequence position with a row.
         experts: experts per layer where known; every id must be below it.
 
     Raises:
-        ReplayError: not an integer [R, L, K] array, a wrong number of rows, an id out of range, a row that names one
-            expert twice (an all-zero capture does, for K > 1), or an all-zero array.
+        ReplayError: no uint8, uint16 or int32 [R, L, K] array, a wrong number of rows, an id out of range, a row that
+            names one expert twice (an all-zero capture does, for K > 1), or an all-zero array.
     """
-    _check_rows_shape(rows)
-    expected = routed_row_count(prompt_tokens, completion_tokens, start=start)
-    if len(rows) != expected:
-        raise ReplayError(
-            f"{len(rows)} routed rows for {prompt_tokens} prompt and {completion_tokens} completion tokens from "
-            f"position {start}; must be {expected}"
-        )
-    if not rows.size:
-        return
-    low, high = int(rows.min()), int(rows.max())
-    if low < 0 or (experts is not None and high >= experts):
-        limit = "" if experts is None else f" and below {experts}"
-        raise ReplayError(f"expert ids range from {low} to {high}; must be at least 0{limit}")
-    ordered = np.sort(rows, axis=-1)
-    twice = (ordered[..., 1:] == ordered[..., :-1]).any(axis=-1)
-    if twice.any():
-        row, layer = (int(i[0]) for i in np.nonzero(twice))
-        raise ReplayError(
-            f"routed row {row}, layer {layer} names one expert twice: {rows[row, layer].tolist()}; "
-            f"{int(twice.sum())} rows and layers do"
-        )
-    if high == 0 and len(rows) > 1 and (experts is None or experts > 1):
-        raise ReplayError(f"all {rows.size} expert ids are 0: the routes were not captured")
+    routed_row_count(prompt_tokens, completion_tokens, start=start)
+    routes = RoutedExperts(array=rows, start=start)
+    try:
+        invariants.check_routes(routes, prompt_tokens=prompt_tokens, tokens=completion_tokens, where="routes")
+    except EngineProtocolError as error:
+        raise ReplayError(error.message) from None
+    _check_ids(rows, limit=experts, what="expert ids")
 
 
-def stitch_routes(turns: Sequence[RoutedTurn]) -> NDArray[np.signedinteger[Any]]:
+def stitch_routes(turns: Sequence[RoutedTurn], *, experts: int | None = None) -> NDArray[np.signedinteger[Any]]:
     """Join the turns of one conversation into one row per forwarded token.
 
     The last token of a turn is forwarded only by the next turn, so its row comes from there. A position that two turns
@@ -137,6 +124,7 @@ def stitch_routes(turns: Sequence[RoutedTurn]) -> NDArray[np.signedinteger[Any]]
 
     Args:
         turns: in order; each prompt extends the whole sequence of the turn before.
+        experts: experts per layer where known; every id must be below it.
 
     Returns:
         int16 (int32 where ids need it) [prompt + completion of the last turn - 1, L, K]; `UNRECORDED` where no turn has
@@ -150,7 +138,11 @@ def stitch_routes(turns: Sequence[RoutedTurn]) -> NDArray[np.signedinteger[Any]]
         raise ReplayError("no turns to stitch")
     for turn in turns:
         check_routes(
-            turn.rows, prompt_tokens=turn.prompt_tokens, completion_tokens=turn.completion_tokens, start=turn.start
+            turn.rows,
+            prompt_tokens=turn.prompt_tokens,
+            completion_tokens=turn.completion_tokens,
+            start=turn.start,
+            experts=experts,
         )
     layers_top_k = turns[0].rows.shape[1:]
     tokens = 0
@@ -225,33 +217,24 @@ def check_mask(
         vocabulary: V where known; every id must be below it.
 
     Raises:
-        ReplayError: offsets that are not T + 1 ascending numbers from 0 to N, an empty row, a row with an id twice, an
-            id out of range, or a row without its own sampled token.
+        ReplayError: offsets that are not T + 1 rising numbers from 0 to N, an empty row, a row with an id twice, an id
+            out of range, or a row without its own sampled token.
     """
-    tokens = len(token_ids)
-    if offsets.shape != (tokens + 1,):
-        raise ReplayError(f"sampling mask offsets have shape {list(offsets.shape)}; must be [{tokens + 1}]")
-    if int(offsets[0]) != 0 or int(offsets[-1]) != len(ids):
-        raise ReplayError(f"sampling mask offsets run from {offsets[0]} to {offsets[-1]}; must be 0 to {len(ids)}")
-    if not tokens:
+    try:
+        invariants.check_mask(SamplingMask(ids=ids, offsets=offsets), token_ids, where="mask")
+    except EngineProtocolError as error:
+        raise ReplayError(error.message) from None
+    _check_ids(ids, limit=vocabulary, what="sampling mask ids")
+
+
+def _check_ids(ids: NDArray[Any], *, limit: int | None, what: str) -> None:
+    """Ids lie in 0..limit, where a limit is known."""
+    if not ids.size:
         return
-    counts = np.diff(offsets)
-    if int(counts.min()) < 1:
-        raise ReplayError(f"sampling mask row {int(counts.argmin())} has {int(counts.min())} ids; must have at least 1")
     low, high = int(ids.min()), int(ids.max())
-    if low < 0 or (vocabulary is not None and high >= vocabulary):
-        limit = "" if vocabulary is None else f" and below {vocabulary}"
-        raise ReplayError(f"sampling mask ids range from {low} to {high}; must be at least 0{limit}")
-    row_of = np.repeat(np.arange(tokens), counts)
-    hits = np.add.reduceat(ids == np.asarray(token_ids)[row_of], offsets[:-1], dtype=np.int64)
-    if not hits.all():
-        row = int(np.nonzero(hits == 0)[0][0])
-        raise ReplayError(f"sampling mask row {row} ({int(counts[row])} ids) lacks its token {int(token_ids[row])}")
-    order = np.lexsort((ids, row_of))
-    repeated = (np.diff(ids[order]) == 0) & (np.diff(row_of[order]) == 0)
-    if repeated.any():
-        at = order[int(np.nonzero(repeated)[0][0])]
-        raise ReplayError(f"sampling mask row {int(row_of[at])} holds id {int(ids[at])} more than once")
+    if low < 0 or (limit is not None and high >= limit):
+        below = "" if limit is None else f" and below {limit}"
+        raise ReplayError(f"{what} range from {low} to {high}; must be at least 0{below}")
 
 
 def support_log_mass(support_logprobs: ArrayLike, offsets: NDArray[Any]) -> NDArray[np.float64]:
@@ -399,22 +382,19 @@ def span_ranges(spans: Spans, *, tokens: int) -> list[tuple[str | None, int, int
         `[["v7", 0], ["v8", None]]` says nothing about any single token.
 
     Raises:
-        ReplayError: no spans, a first index other than 0, or indices that do not ascend within 0..T.
+        ReplayError: no spans, a first index other than 0, or indices that do not rise within 0..T.
     """
-    if not spans:
-        raise ReplayError(f"no policy version for {tokens} tokens")
-    if spans[0][1] != 0:
-        raise ReplayError(f"the first policy version starts at output token {spans[0][1]}; must be 0")
-    known = [(str(version), int(index), at) for at, (version, index) in enumerate(spans) if index is not None]
-    ranges: list[tuple[str | None, int, int]] = []
-    for number, (version, begin, at) in enumerate(known):
-        last = number + 1 == len(known)
-        end = tokens if last else known[number + 1][1]
-        if end <= begin and not (last and end == begin == 0):
-            raise ReplayError(f"policy version {version!r} starts at output token {begin}; must be below {end}")
-        next_at = len(spans) if last else known[number + 1][2]
-        ranges.append((version if next_at == at + 1 else None, begin, end))
-    return ranges
+    named = [(str(version), index) for version, index in spans]
+    try:
+        check_spans(named, tokens=tokens)
+    except EngineProtocolError as error:
+        raise ReplayError(error.message) from None
+    known = [(version, index, at) for at, (version, index) in enumerate(named) if index is not None]
+    ends = [*known[1:], ("", tokens, len(named))]
+    return [
+        (version if next_at == at + 1 else None, begin, end)
+        for (version, begin, at), (_, end, next_at) in zip(known, ends, strict=True)
+    ]
 
 
 def mismatch_by_version(samples: Iterable[tuple[ArrayLike, ArrayLike, Spans]]) -> dict[str | None, Mismatch]:

@@ -54,12 +54,12 @@ class TestRoutes:
     @pytest.mark.parametrize(
         ("rows", "says"),
         [
-            (distinct_rows(8), "8 routed rows for 5 prompt and 3 completion tokens from position 0; must be 7"),
+            (distinct_rows(8), "8 routed rows, must be 7 = prompt 5 \\+ completion 3 - 1 - start 0"),
             (distinct_rows(7).astype(np.float32), "float32"),
-            (distinct_rows(7)[0], r"\[2, 2\]; must be integers of shape"),
-            (np.zeros((7, 2, 2), np.uint8), "names one expert twice"),
-            (np.zeros((7, 2, 1), np.uint8), "not captured"),
-            (distinct_rows(7).astype(np.int16) - 9, "must be at least 0"),
+            (distinct_rows(7)[0], "uint8"),
+            (np.zeros((7, 2, 2), np.uint8), "all 28 routed expert ids are zero"),
+            (np.zeros((7, 2, 1), np.uint8), "all 14 routed expert ids are zero"),
+            (distinct_rows(7).astype(np.int32) - 9, "is negative"),
             (distinct_rows(7) + np.uint8(200), "and below 8"),
         ],
     )
@@ -70,7 +70,7 @@ class TestRoutes:
     def test_a_repeat_names_its_row_and_layer(self):
         rows = distinct_rows(7)
         rows[3, 1] = 6
-        with pytest.raises(ReplayError, match=r"row 3, layer 1 .* \[6, 6\]; 1 rows"):
+        with pytest.raises(ReplayError, match=r"row 3, layer 1 repeats an expert: \[6, 6\]"):
             check_routes(rows, prompt_tokens=5, completion_tokens=3)
 
     def test_stitching_takes_a_turns_last_row_from_the_next_turn(self):
@@ -140,12 +140,12 @@ class TestMasks:
     @pytest.mark.parametrize(
         ("ids", "offsets", "tokens", "says"),
         [
-            (ids, offsets[:-1], tokens, r"offsets have shape \[3\]; must be \[4\]"),
-            (ids[:-1], offsets, tokens, "run from 0 to 5; must be 0 to 4"),
-            (ids, np.array([0, 2, 2, 5]), tokens, "row 1 has 0 ids"),
-            (ids, np.array([0, 4, 3, 5]), tokens, "row 1 has -1 ids"),
-            (ids, offsets, np.array([3, 1, 2]), r"row 1 \(1 ids\) lacks its token 1"),
-            (np.array([3, 3, 0, 2, 3]), offsets, tokens, "row 0 holds id 3 more than once"),
+            (ids, offsets[:-1], tokens, "2 rows for 3 tokens"),
+            (ids[:-1], offsets, tokens, "run from 0 to 5 over 4 entries"),
+            (ids, np.array([0, 2, 2, 5]), tokens, "of token 1 is empty"),
+            (ids, np.array([0, 4, 3, 5]), tokens, "offsets fall"),
+            (ids, offsets, np.array([3, 1, 2]), r"of token 1 \(1 ids\) lacks the sampled id 1"),
+            (np.array([3, 3, 0, 2, 3]), offsets, tokens, "of token 0 holds id 3 twice"),
             (ids + 1, offsets, tokens + 1, "from 1 to 4; must be at least 0 and below 4"),
         ],
     )
@@ -224,12 +224,12 @@ class TestMismatch:
     @pytest.mark.parametrize(
         ("spans", "says"),
         [
-            ([], "no policy version for 5 tokens"),
-            ([["v7", 1]], "starts at output token 1; must be 0"),
-            ([["v7", None]], "starts at output token None"),
-            ([["v7", 0], ["v8", 0]], "'v7' starts at output token 0; must be below 0"),
-            ([["v7", 0], ["v8", 5]], "'v8' starts at output token 5; must be below 5"),
-            ([["v7", 0], ["v8", 3], ["v9", 2]], "'v8' starts at output token 3; must be below 2"),
+            ([], "empty for a choice of 5 tokens"),
+            ([["v7", 1]], "do not start at output index 0"),
+            ([["v7", None]], "do not start at output index 0"),
+            ([["v7", 0], ["v8", 0]], "do not rise"),
+            ([["v7", 0], ["v8", 5]], "start past the 5 tokens"),
+            ([["v7", 0], ["v8", 3], ["v9", 2]], "do not rise"),
         ],
     )
     def test_broken_spans_are_refused(self, spans, says):
