@@ -1,0 +1,186 @@
+"""Writes a Generate response as JSON or msgpack, and reads the msgpack form back.
+
+JSON is assembled from arrays: numbers are written by msgspec as one array, cut at the commas and joined with the fixed
+text between them, so there is no Python object per field of a token and no Python bytecode per token.
+"""
+
+import itertools
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from rollplane.protocol.arrays import dec_hook, enc_hook
+from rollplane.protocol.artifacts import (
+    Alternatives,
+    PromptLogprobs,
+    RoutedExperts,
+    SamplingMask,
+    TokenLogprobs,
+    encode_routes_npy,
+    encode_routes_structured,
+)
+from rollplane.protocol.events import ServedBy
+from rollplane.protocol.request import Encoding
+from rollplane.protocol.response import Choice, GenerateResponse, Usage
+
+WIRE_VERSION: Final = 1
+"""Version of the msgpack trees and frames; changes when an old reader would misread."""
+
+_msgpack = msgspec.msgpack.Encoder(enc_hook=enc_hook)
+_response_decoder = msgspec.msgpack.Decoder(GenerateResponse, dec_hook=dec_hook)
+_json = msgspec.json.Encoder()
+_NULL: Final = msgspec.Raw(b"null")
+
+
+def encode_msgpack(response: GenerateResponse) -> bytes:
+    """The msgpack form: the response record, arrays as `{dtype, shape, data}` maps."""
+    return _msgpack.encode(response)
+
+
+def decode_msgpack(body: bytes) -> GenerateResponse:
+    """The response in a msgpack body.
+
+    Raises:
+        msgspec.ValidationError, msgspec.DecodeError: not such a body.
+    """
+    return _response_decoder.decode(body)
+
+
+def encode_json(response: GenerateResponse, *, routes: Encoding = "structured") -> bytes:
+    """The JSON form of a whole answer, compact."""
+    tree: dict[str, Any] = {
+        "request_id": response.request_id,
+        "model": response.model,
+        "created": response.created,
+        "choices": [choice_tree(choice, routes=routes) for choice in response.choices],
+        "usage": usage_tree(response.usage),
+        "prompt_logprobs": prompt_logprobs_raw(response.prompt_logprobs),
+        "prompt_token_id_logprobs": response.prompt_token_id_logprobs,
+        "prompt_token_ids": ids_raw(response.prompt_token_ids),
+        "mm_placeholders": response.mm_placeholders,
+        "metrics": response.metrics,
+        "kv_transfer_params": response.kv_transfer_params,
+        "ec_transfer_params": response.ec_transfer_params,
+        "rollplane": served_by_tree(response.served_by),
+    }
+    return _json.encode(tree)
+
+
+def choice_tree(choice: Choice, *, routes: Encoding = "structured") -> dict[str, Any]:
+    """The JSON tree of one finished choice; big parts are raw bytes already."""
+    tree: dict[str, Any] = {
+        "index": choice.index,
+        "token_ids": ids_raw(choice.token_ids),
+        "logprobs": logprobs_raw(choice.token_ids, choice.logprobs),
+        "finish_reason": choice.finish_reason,
+        "stop_reason": choice.stop_reason,
+        "sampling_mask": mask_raw(choice.sampling_mask),
+        "policy_versions": choice.policy_versions,
+    }
+    if choice.routed_experts is not None:
+        tree["routed_experts"] = routes_tree(choice.routed_experts, routes=routes)
+    else:
+        tree["routed_experts"] = None
+    return tree
+
+
+def routes_tree(experts: RoutedExperts, *, routes: Encoding) -> dict[str, Any] | str:
+    """Routed experts in the encoding that was asked for."""
+    return encode_routes_npy(experts) if routes == "npy" else encode_routes_structured(experts)
+
+
+def usage_tree(usage: Usage) -> dict[str, Any]:
+    """The JSON tree of token counts."""
+    tree: dict[str, Any] = {
+        "prompt_tokens": usage.prompt_tokens,
+        "completion_tokens": usage.completion_tokens,
+        "total_tokens": usage.total_tokens,
+    }
+    if usage.cached_tokens is not None:
+        tree["prompt_tokens_details"] = {"cached_tokens": usage.cached_tokens}
+    return tree
+
+
+def served_by_tree(served_by: ServedBy) -> dict[str, Any]:
+    """The JSON tree of the `rollplane` object; fields at their defaults are left out, the logprob mode never is."""
+    tree: dict[str, Any] = msgspec.to_builtins(served_by)
+    tree["logprobs_mode"] = served_by.logprobs_mode
+    tree["attempt"] = served_by.attempt
+    return tree
+
+
+def ids_raw(ids: np.ndarray[Any, Any] | None) -> msgspec.Raw:
+    """A JSON array of integers, or null."""
+    return _NULL if ids is None else msgspec.Raw(_json.encode(ids.tolist()))
+
+
+def mask_raw(mask: SamplingMask | None) -> msgspec.Raw:
+    """A JSON array of one array of ids per token, or null."""
+    return _NULL if mask is None else msgspec.Raw(_json.encode(mask.rows()))
+
+
+def logprobs_raw(token_ids: np.ndarray[Any, Any], logprobs: TokenLogprobs | None) -> msgspec.Raw:
+    """`{"content": [{token, logprob, bytes, top_logprobs}, ...]}`, or null where logprobs were not asked for."""
+    if logprobs is None:
+        return _NULL
+    if token_ids.size == 0:
+        return msgspec.Raw(b'{"content":[]}')
+    ids = _cells(token_ids)
+    values = _cells(logprobs.values)
+    tops = [b"[]"] * len(ids) if logprobs.alternatives is None else _top_cells(logprobs.alternatives)
+    return msgspec.Raw(
+        b"".join(
+            _woven(
+                [b'{"token":"token_id:', ids, b'","logprob":', values, b',"bytes":null,"top_logprobs":', tops, b"},"],
+                count=len(ids),
+                head=b'{"content":[',
+                tail=b"]}",
+            )
+        )
+    )
+
+
+def _top_cells(alternatives: Alternatives) -> list[bytes]:
+    ids, values = _cells(alternatives.ids), _cells(alternatives.values)
+    cells = [
+        b'{"token":"token_id:' + token + b'","logprob":' + value + b',"bytes":null}'
+        for token, value in zip(ids, values, strict=True)
+    ]
+    offsets = alternatives.offsets.tolist()
+    return [b"[" + b",".join(cells[a:b]) + b"]" for a, b in itertools.pairwise(offsets)]
+
+
+def prompt_logprobs_raw(logprobs: PromptLogprobs | None) -> msgspec.Raw:
+    """`[null, {"<id>": {logprob, rank, decoded_token}}, ...]`; the prompt's own token is the first key of each."""
+    if logprobs is None:
+        return _NULL
+    ids, values, ranks = _cells(logprobs.ids), _cells(logprobs.values), _cells(logprobs.ranks)
+    cells = [
+        b'"'
+        + token
+        + b'":{"logprob":'
+        + value
+        + b',"rank":'
+        + (rank if rank != b"0" else b"null")
+        + b',"decoded_token":null}'
+        for token, value, rank in zip(ids, values, ranks, strict=True)
+    ]
+    offsets = logprobs.offsets.tolist()
+    rows = [b"{" + b",".join(cells[a:b]) + b"}" for a, b in itertools.pairwise(offsets[1:])]
+    return msgspec.Raw(b"[" + b",".join([b"null", *rows]) + b"]")
+
+
+def _cells(array: np.ndarray[Any, Any]) -> list[bytes]:
+    """The JSON text of each number. float32 values are written as the doubles they are, which read back exactly."""
+    return _json.encode(array.tolist())[1:-1].split(b",") if array.size else []
+
+
+def _woven(parts: list[bytes | list[bytes]], *, count: int, head: bytes, tail: bytes) -> list[bytes]:
+    """`count` records of fixed text and cells, woven by slice assignment; the last record's comma is cut off."""
+    width = len(parts)
+    out: list[bytes] = [b""] * (count * width)
+    for i, part in enumerate(parts):
+        out[i::width] = part if isinstance(part, list) else [part] * count
+    out[-1] = out[-1][:-1]
+    return [head, *out, tail]

@@ -1,0 +1,120 @@
+"""The internal hop: what a frontend sends a worker and what comes back.
+
+Request: one POST whose body is the msgpack of a `HopRequest`. Answer: frames, each an unsigned 32-bit big-endian length
+and the msgpack of a list of events. A unary answer is one frame. A stream is as many frames as it has moments. An error
+is an `ErrorEvent` and always the last of its frame. Both sides name `WIRE_VERSION`; another one is refused before the
+body is read.
+"""
+
+import struct
+from collections.abc import Iterator, Sequence
+from typing import Final
+
+import msgspec
+
+from rollplane.errors import InvalidRequest, TransportError
+from rollplane.protocol.answer import WIRE_VERSION
+from rollplane.protocol.arrays import dec_hook, enc_hook
+from rollplane.protocol.events import HopEvent
+from rollplane.protocol.request import GenerateRequest
+
+FRAMES: Final = "application/x-rollplane-frames"
+WIRE_HEADER: Final = "x-rollplane-wire"
+GENERATE_PATH: Final = "/internal/v1/generate"
+STATE_PATH: Final = "/internal/v1/state"
+MAX_FRAME_BYTES: Final = 1 << 30
+
+_LENGTH: Final = struct.Struct(">I")
+_encoder = msgspec.msgpack.Encoder(enc_hook=enc_hook)
+_events_decoder = msgspec.msgpack.Decoder(list[HopEvent], dec_hook=dec_hook)
+
+
+class HopRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
+    """One request on its way to a worker. `deadline_s`: seconds left when it was sent."""
+
+    wire: int
+    request: GenerateRequest
+    frontend: str = ""
+    deadline_s: float | None = None
+
+
+_request_decoder = msgspec.msgpack.Decoder(HopRequest, dec_hook=dec_hook)
+
+
+def encode_hop_request(request: GenerateRequest, *, frontend: str = "", deadline_s: float | None = None) -> bytes:
+    """The body of the internal POST."""
+    return _encoder.encode(HopRequest(wire=WIRE_VERSION, request=request, frontend=frontend, deadline_s=deadline_s))
+
+
+def decode_hop_request(body: bytes) -> HopRequest:
+    """The request in an internal body.
+
+    Raises:
+        InvalidRequest: not such a body, or another wire version.
+    """
+    try:
+        hop = _request_decoder.decode(body)
+    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        raise InvalidRequest(f"the internal envelope cannot be read: {error}") from None
+    if hop.wire != WIRE_VERSION:
+        raise InvalidRequest(f"the frontend speaks wire version {hop.wire}, this worker {WIRE_VERSION}")
+    return hop
+
+
+def encode_frame(events: Sequence[HopEvent]) -> bytes:
+    """One frame with these events."""
+    body = _encoder.encode(list(events))
+    if len(body) > MAX_FRAME_BYTES:
+        raise TransportError(f"a frame of {len(body)} bytes is over the limit of {MAX_FRAME_BYTES}")
+    return _LENGTH.pack(len(body)) + body
+
+
+class FrameReader:
+    """Cuts a byte stream into frames; feed it what arrives."""
+
+    def __init__(self) -> None:
+        self._buffer = bytearray()
+
+    def __repr__(self) -> str:
+        return f"<FrameReader {len(self._buffer)} bytes waiting>"
+
+    def feed(self, data: bytes) -> Iterator[list[HopEvent]]:
+        """The events of every frame that is now whole.
+
+        Raises:
+            TransportError: a frame over the limit, or one that cannot be read.
+        """
+        self._buffer += data
+        at = 0
+        while len(self._buffer) - at >= _LENGTH.size:
+            (length,) = _LENGTH.unpack_from(self._buffer, at)
+            if length > MAX_FRAME_BYTES:
+                raise TransportError(f"a frame of {length} bytes is over the limit of {MAX_FRAME_BYTES}")
+            end = at + _LENGTH.size + length
+            if len(self._buffer) < end:
+                break
+            body = bytes(self._buffer[at + _LENGTH.size : end])
+            at = end
+            yield decode_events(body)
+        del self._buffer[:at]
+
+    def finish(self) -> None:
+        """The stream ended.
+
+        Raises:
+            TransportError: inside a frame.
+        """
+        if self._buffer:
+            raise TransportError(f"the connection ended inside a frame ({len(self._buffer)} bytes of it arrived)")
+
+
+def decode_events(body: bytes) -> list[HopEvent]:
+    """The events in a frame's body.
+
+    Raises:
+        TransportError: it cannot be read.
+    """
+    try:
+        return _events_decoder.decode(body)
+    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        raise TransportError(f"a frame cannot be read: {error}") from None

@@ -1,0 +1,102 @@
+"""How a policy's life is controlled: one interface for a worker and for a whole fleet.
+
+Every public name for an operation (canonical `/engine/*`, prime-rl's, vLLM's own) ends in one of these calls. On a
+worker they act on that worker (`rollplane.worker.Worker`), on a frontend on all workers or none (`rl.fleet.Fleet`).
+"""
+
+from typing import Literal, Protocol, runtime_checkable
+
+import msgspec
+
+from rollplane.protocol.admin import (
+    AdapterRecord,
+    FlushReport,
+    PauseMode,
+    PauseReport,
+    ResumeReport,
+    UpdateReport,
+    WorkerRecord,
+)
+
+OnFailure = Literal["rollback", "fence"]
+
+
+class Operation(msgspec.Struct, frozen=True, kw_only=True):
+    """Names one asking of an operation, so that it may be asked for again.
+
+    A repeat with the same (`id`, `step`) and the same arguments gets the first answer (or waits for it); other
+    arguments under the same name are a Conflict. `epoch`: the control owner's; a worker refuses an older one.
+    `deadline_s`: seconds for the whole operation.
+    """
+
+    id: str | None = None
+    step: int = 0
+    epoch: int | None = None
+    deadline_s: float = 600.0
+
+
+@runtime_checkable
+class PolicyAdmin(Protocol):
+    """Pause, update and inspect a policy. Errors are `rollplane.errors`; answers say what was done."""
+
+    async def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = False) -> PauseReport:
+        """Stop making tokens; returns when idle. Idempotent."""
+        ...
+
+    async def resume(self) -> ResumeReport:
+        """Make tokens again. Idempotent.
+
+        Raises:
+            Unavailable: the weights in place are of unknown version.
+        """
+        ...
+
+    async def update_from_disk(
+        self,
+        path: str,
+        *,
+        version: str | None = None,
+        mode: PauseMode = "keep",
+        clear_cache: bool = False,
+        on_failure: OnFailure = "rollback",
+        operation: Operation | None = None,
+    ) -> UpdateReport:
+        """Replace the weights by a checkpoint directory (safetensors); generation goes on while it is staged.
+
+        `version` None: the directory's name. A target that was paused before stays paused, one that was running pauses
+        for the apply only and resumes. The version advances last, after success. The same digest and version again is
+        no work (`applied` False).
+        """
+        ...
+
+    async def policy_version(self) -> str:
+        """The version that makes tokens now.
+
+        Raises:
+            Conflict: workers disagree (fleet).
+        """
+        ...
+
+    async def set_policy_version(self, version: str) -> None:
+        """Change the label only; aborts nothing."""
+        ...
+
+    async def flush_cache(self, *, preempt: bool = False) -> FlushReport:
+        """Drop caches that no running request holds; the report says whether it happened."""
+        ...
+
+    async def workers(self) -> list[WorkerRecord]:
+        """The workers behind this address, one for a worker itself."""
+        ...
+
+    async def load_adapter(self, name: str, path: str, *, operation: Operation | None = None) -> AdapterRecord:
+        """Load files as the next generation of an adapter name and make it current."""
+        ...
+
+    async def unload_adapter(self, name: str, *, operation: Operation | None = None) -> AdapterRecord:
+        """Refuse new requests for the name at once; drop it when its last request ends."""
+        ...
+
+    async def adapters(self) -> list[AdapterRecord]:
+        """Every generation that is loading, ready or draining."""
+        ...
