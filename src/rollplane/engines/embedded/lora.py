@@ -1,0 +1,231 @@
+"""LoRA adapters over the model's own linear layers, any mix of them in one batch.
+
+An adapter is read from PEFT's files (adapter_config.json, adapter_model.safetensors); its A and B matrices stay apart
+from the base weights. A hook on each linear layer adds, for each adapter in the batch, `scaling * B(A(x))` to the rows
+that use it: a row's result does not depend on which adapters the others use.
+"""
+
+import math
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from rollplane.engines.embedded.weights import read_safetensors
+from rollplane.errors import Conflict, InvalidRequest, NotFound
+
+_HARMLESS = frozenset(
+    {
+        "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "rank_pattern", "alpha_pattern",
+        "use_rslora", "layers_to_transform", "layers_pattern", "base_model_name_or_path", "revision", "task_type",
+        "inference_mode", "peft_version", "auto_mapping", "init_lora_weights", "peft_type", "ensure_weight_tying",
+        "runtime_config", "loftq_config", "megatron_core",
+    }
+)  # fmt: skip
+"""Settings of PEFT's LoraConfig that are honoured, or that say nothing about a trained adapter's forward."""
+
+_PLAIN_INITS = (True, False, "gaussian", "orthogonal")
+"""Initialisations that leave the base weights alone; others (PiSSA, OLoRA, ...) train against changed ones."""
+
+_KEY = re.compile(r"^base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight$")
+
+
+@dataclass(frozen=True)
+class LoraPair:
+    """One layer's share of an adapter: `a` [rank, in], `b` [out, rank], float32; the delta is `scaling * b @ a`."""
+
+    a: Tensor
+    b: Tensor
+    scaling: float
+
+
+@dataclass
+class _Batch:
+    """Which rows of the running forward use which adapter. `rows` int64; None: all of them."""
+
+    rows: dict[str, Tensor | None]
+    size: int
+    tokens: int
+
+
+class AdapterSet:
+    """The adapters loaded over one model.
+
+    Args:
+        module: the base model.
+        max_adapters: how many may be loaded at once.
+        max_rank: the largest rank taken.
+    """
+
+    def __init__(self, module: nn.Module, *, max_adapters: int, max_rank: int) -> None:
+        self._linears = {name: m for name, m in module.named_modules() if isinstance(m, nn.Linear)}
+        self._max_adapters = max_adapters
+        self._max_rank = max_rank
+        self._pairs: dict[str, dict[str, LoraPair]] = {}
+        self._hooks: dict[str, RemovableHandle] = {}
+        self._batch: _Batch | None = None
+
+    def __contains__(self, name: object) -> bool:
+        return name in self._pairs
+
+    @property
+    def names(self) -> list[str]:
+        """Loaded adapters, oldest first."""
+        return list(self._pairs)
+
+    def read(self, directory: str | Path) -> dict[str, LoraPair]:
+        """Read and check an adapter without loading it: its pairs by module name.
+
+        Raises:
+            NotFound: the directory or one of the two files is missing.
+            InvalidRequest: a setting, module, rank or shape that does not fit; by name.
+        """
+        directory = Path(directory)
+        for file in ("adapter_config.json", "adapter_model.safetensors"):
+            if not (directory / file).is_file():
+                raise NotFound(f"{directory} is not an adapter directory: it has no {file}", param="lora_path")
+        config = _read_config(directory)
+        found: dict[str, dict[str, Tensor]] = {}
+        for key, tensor in read_safetensors(directory / "adapter_model.safetensors").items():
+            match = _KEY.match(key)
+            if match is None:
+                raise InvalidRequest(f"adapter tensor {key} is not a LoRA matrix of a linear layer")
+            found.setdefault(match["module"], {})[match["side"]] = tensor.float()
+        if not found:
+            raise InvalidRequest(f"{directory} has no LoRA matrices")
+        return {name: self._pair(name, sides, config) for name, sides in found.items()}
+
+    def load(self, name: str, pairs: dict[str, LoraPair]) -> None:
+        """Make an adapter available under `name`.
+
+        Raises:
+            Conflict: the name is taken, or there is no free slot.
+        """
+        if name in self._pairs:
+            raise Conflict(f"adapter {name!r} is loaded already; a new generation needs a new engine-side name")
+        if len(self._pairs) >= self._max_adapters:
+            raise Conflict(f"all {self._max_adapters} adapter slots are taken: {', '.join(sorted(self._pairs))}")
+        self._pairs[name] = pairs
+        for module in pairs:
+            if module not in self._hooks:
+                self._hooks[module] = self._linears[module].register_forward_hook(_Hook(self, module))
+
+    def unload(self, name: str) -> None:
+        """Forget an adapter; an unknown name is no error."""
+        self._pairs.pop(name, None)
+        needed = {module for pairs in self._pairs.values() for module in pairs}
+        for module in [m for m in self._hooks if m not in needed]:
+            self._hooks.pop(module).remove()
+
+    @contextmanager
+    def rows(self, adapters: Sequence[str | None], *, tokens: int) -> Iterator[None]:
+        """For one forward: the adapter of each batch row (None: the base model), and tokens per row."""
+        used = {a for a in adapters if a is not None}
+        if used:
+            rows: dict[str, Tensor | None] = {}
+            for name in sorted(used):
+                index = [i for i, a in enumerate(adapters) if a == name]
+                rows[name] = None if len(index) == len(adapters) else torch.tensor(index)
+            self._batch = _Batch(rows, len(adapters), tokens)
+        try:
+            yield
+        finally:
+            self._batch = None
+
+    def add_deltas(self, module: str, x: Tensor, y: Tensor) -> None:
+        """Add the running batch's deltas for one layer to its output `y`, in place; `x` is the layer's input."""
+        batch = self._batch
+        if batch is None:
+            return
+        for name, rows in batch.rows.items():
+            pair = self._pairs[name].get(module)
+            if pair is None:
+                continue
+            index = rows if rows is None else _flat_rows(rows, x, batch)
+            part = x if index is None else x[index]
+            delta = ((part.float() @ pair.a.T) @ pair.b.T).mul_(pair.scaling).to(y.dtype)
+            if index is None:
+                y += delta
+            else:
+                y[index] += delta
+
+    def _pair(self, name: str, sides: dict[str, Tensor], config: Any) -> LoraPair:
+        linear = self._linears.get(name)
+        if linear is None:
+            raise InvalidRequest(f"adapter module {name} is not a linear layer of this model")
+        if set(sides) != {"A", "B"}:
+            raise InvalidRequest(f"adapter module {name} has only lora_{''.join(sides)}")
+        a, b = sides["A"], sides["B"]
+        rank = int(a.shape[0])
+        if a.dim() != 2 or b.dim() != 2 or b.shape[1] != rank:
+            raise InvalidRequest(f"adapter module {name} has matrices {list(a.shape)} and {list(b.shape)}")
+        if rank > self._max_rank:
+            raise InvalidRequest(f"adapter module {name} has rank {rank}, the limit is {self._max_rank}")
+        if (linear.out_features, linear.in_features) != (b.shape[0], a.shape[1]):
+            raise InvalidRequest(
+                f"adapter module {name} maps {a.shape[1]} to {b.shape[0]} features, "
+                f"the layer maps {linear.in_features} to {linear.out_features}"
+            )
+        return LoraPair(a, b, _scaling(name, rank, config))
+
+
+class _Hook:
+    """A forward hook that knows its layer's name."""
+
+    def __init__(self, adapters: AdapterSet, module: str) -> None:
+        self._adapters = adapters
+        self._module = module
+
+    def __call__(self, layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
+        self._adapters.add_deltas(self._module, args[0], output)
+
+
+def _flat_rows(rows: Tensor, x: Tensor, batch: _Batch) -> Tensor:
+    """Row indices for a layer that sees [rows, tokens, features], or [rows * tokens, features] inside MoE blocks."""
+    if x.shape[0] == batch.size:
+        return rows
+    return (rows[:, None] * batch.tokens + torch.arange(batch.tokens)).reshape(-1)
+
+
+def _read_config(directory: Path) -> Any:
+    """PEFT's own reading of adapter_config.json, if every setting is one that we honour.
+
+    Raises:
+        InvalidRequest: naming the setting.
+    """
+    from peft import LoraConfig, PeftConfig
+
+    try:
+        config = PeftConfig.from_pretrained(str(directory))
+    except (ValueError, TypeError, KeyError, OSError) as error:
+        raise InvalidRequest(f"adapter_config.json of {directory} was refused by PEFT: {error}") from error
+    if not isinstance(config, LoraConfig):
+        raise InvalidRequest(f"the adapter's peft_type is {config.peft_type}; only LORA is served", param="lora_path")
+    neutral = LoraConfig()
+    for field in fields(config):
+        value = getattr(config, field.name)
+        if field.name not in _HARMLESS and value != getattr(neutral, field.name, None) and value:
+            raise InvalidRequest(f"the adapter uses {field.name}={value!r}, which is not served", param="lora_path")
+    if config.init_lora_weights not in _PLAIN_INITS:
+        raise InvalidRequest(
+            f"the adapter was initialised by {config.init_lora_weights!r}, which changes the base weights",
+            param="lora_path",
+        )
+    return config
+
+
+def _scaling(name: str, rank: int, config: Any) -> float:
+    """alpha / rank, or alpha / sqrt(rank) for rank-stabilised LoRA; patterns go before the common values."""
+    from peft.utils.other import get_pattern_key
+
+    alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern.keys(), name), config.lora_alpha)
+    declared = config.rank_pattern.get(get_pattern_key(config.rank_pattern.keys(), name), config.r)
+    if declared != rank:
+        raise InvalidRequest(f"adapter module {name} has rank {rank}, its config says {declared}")
+    return float(alpha) / (math.sqrt(rank) if config.use_rslora else rank)

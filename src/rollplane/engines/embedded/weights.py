@@ -1,0 +1,156 @@
+"""Checkpoints on disk against the model in memory: checked by name, shape and dtype first, copied in place after.
+
+On disk every expert projection is a tensor of its own; in memory a layer's experts are fused. The layout maps each
+tensor on disk to a view of the parameter that holds it, so that copying needs no conversion and no second model.
+"""
+
+import hashlib
+import struct
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import safetensors.torch
+import torch
+from safetensors import SafetensorError
+from torch import Tensor
+
+from rollplane.engines.embedded.model import CausalModel
+from rollplane.errors import InvalidRequest, NotFound
+
+_READABLE = (torch.float32, torch.bfloat16, torch.float16)
+"""Floating dtypes that a checkpoint may have; they become the engine's dtype, as when a model is first loaded."""
+
+_NAMED = 8
+"""How many offending tensors an error names; it counts the rest."""
+
+
+@dataclass(frozen=True)
+class LoadedCheckpoint:
+    """A checkpoint in memory that fits the model.
+
+    `tensors` by name on disk; `digest` sha256, 64 hex digits, over every tensor's name, dtype, shape and bytes in the
+    order of names, so that it does not depend on how a checkpoint is cut into files.
+    """
+
+    path: Path
+    tensors: dict[str, Tensor]
+    digest: str
+    bytes: int
+
+
+class CheckpointLayout:
+    """Where each tensor of a checkpoint lives in this model.
+
+    `targets` maps a name on disk to a view of a parameter. A tied output embedding may be on disk or not.
+    """
+
+    def __init__(self, model: CausalModel) -> None:
+        self.targets: dict[str, Tensor] = {}
+        self.tied: dict[str, str] = {}
+        parameters = dict(model.module.named_parameters())
+        for name, parameter in parameters.items():
+            self._add(name, parameter.data, model)
+        if getattr(model.config, "tie_word_embeddings", False):
+            embedding = next(n for n in parameters if parameters[n] is model.module.get_input_embeddings().weight)  # type: ignore[operator]
+            self.tied["lm_head.weight"] = embedding
+
+    def _add(self, name: str, data: Tensor, model: CausalModel) -> None:
+        family = model.family
+        if family is None or ".mlp." not in name:
+            self.targets[name] = data
+            return
+        prefix, _, leaf = name.partition(".mlp.")
+        block = f"{prefix}.{family.block}"
+        if leaf == "experts.gate_up_proj":
+            for expert, fused in enumerate(data):
+                gate, up = fused.chunk(2, dim=0)
+                self.targets[f"{block}.experts.{expert}.{family.gate}.weight"] = gate
+                self.targets[f"{block}.experts.{expert}.{family.up}.weight"] = up
+        elif leaf == "experts.down_proj":
+            for expert, down in enumerate(data):
+                self.targets[f"{block}.experts.{expert}.{family.down}.weight"] = down
+        else:
+            self.targets[f"{block}.{leaf}"] = data
+
+    def read(self, directory: str | Path) -> LoadedCheckpoint:
+        """Read a checkpoint directory into memory and check it; the model is not touched.
+
+        Raises:
+            NotFound: no such directory, or no safetensors files in it.
+            InvalidRequest: a damaged file, or tensors that are unknown, missing, doubled, or of another shape or kind.
+        """
+        directory = Path(directory)
+        if not directory.is_dir():
+            raise NotFound(f"{directory} is not a directory")
+        files = sorted(directory.glob("*.safetensors"))
+        if not files:
+            raise NotFound(f"{directory} has no *.safetensors files")
+        tensors: dict[str, Tensor] = {}
+        for file in files:
+            for name, tensor in read_safetensors(file).items():
+                if name in tensors:
+                    raise InvalidRequest(f"tensor {name} is in two files of {directory}")
+                tensors[name] = tensor
+        self.check(tensors)
+        size = sum(t.numel() * t.element_size() for t in tensors.values())
+        return LoadedCheckpoint(directory, tensors, content_digest(tensors), size)
+
+    def check(self, tensors: Mapping[str, Tensor]) -> None:
+        """Whether these tensors are exactly this model's.
+
+        Raises:
+            InvalidRequest: naming the tensors that are not.
+        """
+        unknown = sorted(set(tensors) - set(self.targets) - set(self.tied))
+        missing = sorted(set(self.targets) - set(tensors))
+        if unknown or missing:
+            said = [f"{what} {_list(names)}" for what, names in (("unknown", unknown), ("missing", missing)) if names]
+            raise InvalidRequest(f"the checkpoint's tensors are not this model's: {'; '.join(said)}")
+        for name, tensor in tensors.items():
+            target = self.targets.get(self.tied.get(name, name))
+            if target is None or tensor.shape != target.shape:
+                wanted = "?" if target is None else list(target.shape)
+                raise InvalidRequest(f"tensor {name} has shape {list(tensor.shape)}, the model's has {wanted}")
+            if tensor.dtype not in _READABLE:
+                kinds = ", ".join(str(d).removeprefix("torch.") for d in _READABLE)
+                raise InvalidRequest(f"tensor {name} has dtype {tensor.dtype}; readable are {kinds}")
+        for name, embedding in self.tied.items():
+            if name in tensors and not torch.equal(tensors[name], tensors[embedding]):
+                raise InvalidRequest(f"tensor {name} differs from {embedding}, but this model ties them")
+
+    @torch.no_grad()
+    def copy_in(self, checkpoint: LoadedCheckpoint) -> None:
+        """Copy a checked checkpoint over the model's parameters, in place."""
+        for name, target in self.targets.items():
+            target.copy_(checkpoint.tensors[name])
+
+
+def read_safetensors(file: Path) -> dict[str, Tensor]:
+    """The tensors of one safetensors file, read whole, so that what is checked is what is used.
+
+    Raises:
+        InvalidRequest: the file is damaged or cannot be read.
+    """
+    try:
+        return safetensors.torch.load(file.read_bytes())
+    except (SafetensorError, OSError) as error:
+        raise InvalidRequest(f"{file} is not a readable safetensors file: {error}") from error
+
+
+def content_digest(tensors: Mapping[str, Tensor]) -> str:
+    """sha256 over (name, dtype, shape, bytes) of every tensor in the order of names; 64 hex digits."""
+    digest = hashlib.sha256()
+    for name in sorted(tensors):
+        tensor = tensors[name].contiguous()
+        head = f"{name}\0{tensor.dtype}\0{','.join(map(str, tensor.shape))}".encode()
+        digest.update(struct.pack(">Q", len(head)))
+        digest.update(head)
+        digest.update(struct.pack(">Q", tensor.numel() * tensor.element_size()))
+        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
+    return digest.hexdigest()
+
+
+def _list(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more
