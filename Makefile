@@ -11,7 +11,7 @@ setup: ## Make .venv and install Rollplane with the embedded engine, gRPC and th
 	$(BIN)/pip install -c constraints.txt -e '.[embedded,grpc,test]'
 
 demo: ## Train a tiny policy with GRPO through the whole stack, on one CPU
-	$(BIN)/python demo/grpo.py
+	$(BIN)/python -m rollplane.demo
 
 test: ## Run the tests that need no other environment (unit, contract, e2e)
 	$(BIN)/pytest
@@ -35,5 +35,7 @@ docs: ## Build the API reference into build/docs
 	$(BIN)/pip install --quiet 'pdoc>=15'
 	$(BIN)/pdoc --docformat google --output-directory build/docs rollplane
 
-vllm-env: ## Make .venv-vllm: Rollplane beside vLLM's CPU build
+vllm-env: ## Make the environments of the real parts: vLLM on a CPU, its Rust server, Dynamo
 	bash scripts/make_vllm_env.sh
+	bash scripts/fetch_vllm_rs.sh
+	bash scripts/make_dynamo_env.sh

@@ -16,8 +16,14 @@ HEAVY = ("torch", "transformers", "peft", "vllm", "grpc", "google.protobuf", "dy
 
 # Which modules may import what, at the top of a file or inside a function. A prefix stands for the whole package.
 ALLOWED = {
-    "torch": ("rollplane.engines.embedded", "rollplane.engines.vllm", "rollplane.client"),
-    "transformers": ("rollplane.engines.embedded",),
+    "torch": (
+        "rollplane.client.replay_torch",
+        "rollplane.client.weights",
+        "rollplane.demo",
+        "rollplane.engines.embedded",
+        "rollplane.engines.vllm",
+    ),
+    "transformers": ("rollplane.engines.embedded", "rollplane.demo"),
     "peft": ("rollplane.engines.embedded",),
     "vllm": ("rollplane.engines.vllm",),
     "grpc": ("rollplane.engines.grpc", "rollplane.cli"),
@@ -25,7 +31,7 @@ ALLOWED = {
     "dynamo": ("rollplane.dynamo", "rollplane.discovery.dynamo"),
     "starlette": ("rollplane.server",),
     "uvicorn": ("rollplane.server", "rollplane.cli", "rollplane.testing"),
-    "typer": ("rollplane.cli",),
+    "typer": ("rollplane.cli", "rollplane.demo"),
 }
 
 
