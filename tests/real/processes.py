@@ -6,6 +6,8 @@ is missing is a failure that names its script: a test of a real part that did no
 
 import contextlib
 import os
+import random
+import select
 import signal
 import socket
 import subprocess
@@ -34,8 +36,9 @@ class Server:
 
     pid: int
     http_port: int
-    grpc_port: int | None
     log: Path
+    grpc_port: int | None = None
+    rl_port: int | None = None  # Dynamo's frontend answers `/v1/rl/workers` on a port of its own
 
     @property
     def http_url(self) -> str:
@@ -46,6 +49,12 @@ class Server:
         if self.grpc_port is None:
             raise ValueError("this server speaks no gRPC")
         return f"127.0.0.1:{self.grpc_port}"
+
+    @property
+    def rl_url(self) -> str:
+        if self.rl_port is None:
+            raise ValueError("this server has no RL port")
+        return f"http://127.0.0.1:{self.rl_port}"
 
 
 @contextlib.contextmanager
@@ -65,7 +74,7 @@ def vllm_rs(
     settings = VLLM_SETTINGS | {"PATH": f"{python.parent}:{os.environ['PATH']}"} | dict(environment or {})
     with running(command, log, environment=settings) as process:
         wait_for_http(f"http://127.0.0.1:{http_port}/health", process, log, timeout_s=180)
-        yield Server(process.pid, http_port, grpc_port, log)
+        yield Server(process.pid, http_port, log, grpc_port=grpc_port)
 
 
 @contextlib.contextmanager
@@ -77,20 +86,20 @@ def dynamo_frontend(store: Path, log: Path, *, environment: Mapping[str, str] | 
     settings = dynamo_settings(store) | {"DYN_ENABLE_RL": "true", "DYN_RL_PORT": str(rl_port)} | dict(environment or {})
     with running(command, log, environment=settings) as process:
         wait_for_http(f"http://127.0.0.1:{http_port}/health", process, log, timeout_s=60)
-        yield Server(process.pid, http_port, None, log)
+        yield Server(process.pid, http_port, log, rl_port=rl_port)
 
 
 @contextlib.contextmanager
 def dynamo_sidecar(store: Path, log: Path, *, engine: Server) -> Iterator[Server]:
     """Dynamo's own sidecar between its frontend in `store` and a gRPC engine. The HTTP port is its system port."""
     python = _require(DYNAMO_ENV / "bin" / "python", "scripts/make_dynamo_env.sh")
-    (system_port,) = free_ports(1)
+    (system_port,) = free_ports(1, highest=32_767)  # Dynamo reads this one as a signed 16-bit number
     command = [str(python), "-m", "dynamo.vllm.sidecar", "--grpc-endpoint", engine.grpc_target]
     command += ["--enable-rl", "--vllm-http-endpoint", engine.http_url]
     settings = dynamo_settings(store) | {"DYN_SYSTEM_PORT": str(system_port)}
     with running(command, log, environment=settings) as process:
         wait_for_http(f"http://127.0.0.1:{system_port}/health", process, log, timeout_s=60)
-        yield Server(process.pid, system_port, None, log)
+        yield Server(process.pid, system_port, log)
 
 
 def dynamo_settings(store: Path) -> dict[str, str]:
@@ -106,8 +115,13 @@ def dynamo_settings(store: Path) -> dict[str, str]:
 
 
 @contextlib.contextmanager
-def running(command: Sequence[str], log: Path, *, environment: Mapping[str, str]) -> Iterator[subprocess.Popen[bytes]]:
-    """The process, its output in `log`. At the end it and all its descendants are gone, whatever the test did."""
+def running(
+    command: Sequence[str], log: Path, *, environment: Mapping[str, str], stop_s: float = STOP_S
+) -> Iterator[subprocess.Popen[bytes]]:
+    """The process, its output in `log`. At the end it and all its descendants are gone, whatever the test did.
+
+    It is asked to end, and what is left of it and its descendants after `stop_s` is killed.
+    """
     with log.open("wb") as output:
         process = subprocess.Popen(
             command,
@@ -120,17 +134,21 @@ def running(command: Sequence[str], log: Path, *, environment: Mapping[str, str]
     try:
         yield process
     finally:
-        # Listed before the end: an orphan has lost its parent's id. vLLM's Rust server moves its engine to a process
+        # Listed before the end, for an orphan has lost its parent's id. vLLM's Rust server moves its engine to a process
         # group of its own, so that ending one group would leave the engine behind.
-        started = [(process.pid, _start_time(process.pid)), *_descendants(process.pid)]
-        process.send_signal(signal.SIGTERM)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(STOP_S)
-        for pid, start_time in started:
-            if start_time is not None and _start_time(pid) == start_time:  # the same process, not a reused id
+        with contextlib.ExitStack() as stack:
+            handles = []
+            for pid in [process.pid, *_descendants(process.pid)]:
                 with contextlib.suppress(ProcessLookupError):
-                    os.kill(pid, signal.SIGKILL)
-        process.wait(STOP_S)
+                    handles.append(os.pidfd_open(pid))  # names this process for good: ids are used again
+                    stack.callback(os.close, handles[-1])
+            process.send_signal(signal.SIGTERM)
+            left = _wait_for_end(handles, timeout_s=stop_s)
+            for handle in left:
+                with contextlib.suppress(ProcessLookupError):
+                    signal.pidfd_send_signal(handle, signal.SIGKILL)
+            _wait_for_end(left, timeout_s=STOP_S)
+            process.wait(STOP_S)
 
 
 def wait_for_http(url: str, process: subprocess.Popen[bytes], log: Path, *, timeout_s: float) -> None:
@@ -155,13 +173,19 @@ def wait_for_http(url: str, process: subprocess.Popen[bytes], log: Path, *, time
     raise RuntimeError(f"{url} did not answer within {timeout_s} s:\n{_tail(log)}")
 
 
-def free_ports(count: int) -> list[int]:
-    """Ports of 127.0.0.1 that were free a moment ago, all different."""
+def free_ports(count: int, *, highest: int = 65535) -> list[int]:
+    """Ports of 127.0.0.1 from 20000 up to `highest` that were free a moment ago, all different."""
+    candidates = random.SystemRandom().sample(range(20_000, highest + 1), 200)  # other processes draw others
+    found: list[int] = []
     with contextlib.ExitStack() as stack:
-        sockets = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for each in sockets:
-            each.bind(("127.0.0.1", 0))
-        return [each.getsockname()[1] for each in sockets]
+        for port in candidates:
+            each = stack.enter_context(socket.socket())
+            with contextlib.suppress(OSError):
+                each.bind(("127.0.0.1", port))
+                found.append(port)
+            if len(found) == count:
+                return found
+    raise RuntimeError(f"found {len(found)} free ports, not {count}")
 
 
 def _require(path: Path, script: str) -> Path:
@@ -174,28 +198,27 @@ def _tail(log: Path, *, lines: int = 30) -> str:
     return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
 
 
-def _stat(pid: int) -> list[str] | None:
-    """The fields of /proc/PID/stat after the command's name, which may itself hold spaces: [state, parent, ...]."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-    except (FileNotFoundError, ProcessLookupError):
-        return None
+def _wait_for_end(handles: Sequence[int], *, timeout_s: float) -> list[int]:
+    """Those of the processes' handles that have not ended after `timeout_s`."""
+    left, deadline = set(handles), time.monotonic() + timeout_s
+    while left and (remaining_s := deadline - time.monotonic()) > 0:
+        left -= set(select.select(left, [], [], remaining_s)[0])  # a handle reads as ready once its process has ended
+    return sorted(left)
 
 
-def _start_time(pid: int) -> str | None:
-    """In clock ticks since boot; with the id it names a process for good. None for one that is gone or a zombie."""
-    fields = _stat(pid)
-    return None if fields is None or fields[0] == "Z" else fields[19]
-
-
-def _descendants(pid: int) -> list[tuple[int, str | None]]:
+def _descendants(pid: int) -> list[int]:
     children: dict[int, list[int]] = {}
     for entry in Path("/proc").iterdir():
-        if entry.name.isdigit() and (fields := _stat(int(entry.name))) is not None:
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
+            # After the command's name, which may itself hold spaces and brackets: state, parent, ...
+            fields = (entry / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
             children.setdefault(int(fields[1]), []).append(int(entry.name))
-    found, pending = [], [pid]
+    found: list[int] = []
+    pending = [pid]
     while pending:
-        for child in children.get(pending.pop(), []):
-            found.append((child, _start_time(child)))
-            pending.append(child)
+        below = children.get(pending.pop(), [])
+        found += below
+        pending += below
     return found
