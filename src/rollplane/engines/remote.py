@@ -1,0 +1,348 @@
+"""A worker behind the internal hop, as an engine: one POST out, frames of events back.
+
+The worker's state is followed beside the requests (its stream where it has one, else polled), so `info` and `health`
+never wait for the network. Closing the iterator closes the connection, and the worker aborts.
+"""
+
+import asyncio
+import contextlib
+import socket
+from collections.abc import AsyncIterator, Callable, Mapping
+from typing import Any, Final
+
+import aiohttp
+import msgspec
+
+from rollplane.errors import (
+    DeadlineExceeded,
+    EngineProtocolError,
+    RollplaneError,
+    TransportError,
+    Unavailable,
+    error_from_body,
+)
+from rollplane.protocol.answer import WIRE_VERSION
+from rollplane.protocol.events import EndEvent, ErrorEvent, Event
+from rollplane.protocol.hop import FRAMES, GENERATE_PATH, STATE_PATH, WIRE_HEADER, FrameReader, encode_hop_request
+from rollplane.protocol.http import error_from_answer
+from rollplane.protocol.info import EngineHealth, EngineInfo
+from rollplane.protocol.request import JSON, MSGPACK, GenerateRequest
+from rollplane.protocol.state import HEARTBEAT_S, StateReader, WorkerState, decode_state
+
+ABORT_PATH: Final = "/engine/abort_request"
+DEADLINE_GRACE_S: Final = 5.0
+"""The worker ends a request at its deadline itself; only then is it taken for gone."""
+KEEPALIVE_IDLE_S: Final = 10
+KEEPALIVE_INTERVAL_S: Final = 5
+KEEPALIVE_PROBES: Final = 3
+
+StateListener = Callable[["RemoteEngine"], None]
+
+
+class RemoteEngine:
+    """One worker at `base_url`.
+
+    Args:
+        base_url: the worker's HTTP address, such as `http://10.0.0.7:8100`.
+        key: sent as a bearer token.
+        frontend: our name in the worker's logs.
+        connect_timeout_s: longest wait for a connection.
+        read_timeout_s: longest silence on a request without a deadline.
+        poll_s: pause between two looks at the state of a worker that has no state stream.
+        session: shared connections; the caller closes it. None: one of its own.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        key: str | None = None,
+        frontend: str = "",
+        connect_timeout_s: float = 5.0,
+        read_timeout_s: float = 3600.0,
+        poll_s: float = 1.0,
+        session: aiohttp.ClientSession | None = None,
+    ) -> None:
+        self.base_url = base_url.rstrip("/")
+        self.state: WorkerState | None = None
+        """The last state heard, also when it is old; see `reachable`."""
+        self.reachable = False
+        self.trouble: str | None = None
+        self.inflight = 0
+        self._idle = asyncio.Event()
+        self._key = key
+        self._frontend = frontend
+        self._connect_timeout_s = connect_timeout_s
+        self._read_timeout_s = read_timeout_s
+        self._poll_s = poll_s
+        self._session = session
+        self._owns_session = session is None
+        self._follower: asyncio.Task[None] | None = None
+        self._looked = asyncio.Event()
+        self._listeners: list[StateListener] = []
+
+    def __repr__(self) -> str:
+        state = self.state
+        if state is None:
+            return f"<RemoteEngine {self.base_url} unknown: {self.trouble or 'not asked yet'}>"
+        seen = "" if self.reachable else " unreachable"
+        return (
+            f"<RemoteEngine {self.base_url} {state.health.state}{seen} {state.policy_version} inflight={self.inflight}>"
+        )
+
+    @property
+    def info(self) -> EngineInfo:
+        """The worker's facts.
+
+        Raises:
+            Unavailable: the worker was never reached.
+        """
+        if self.state is None:
+            raise Unavailable(f"worker {self.base_url} was never reached: {self.trouble or 'not started'}")
+        return self.state.info
+
+    @property
+    def instance(self) -> str | None:
+        """The worker's process, None before it was reached."""
+        return None if self.state is None else self.state.instance
+
+    def on_change(self, listener: StateListener) -> None:
+        """Call `listener` after every look at the state that changed something, also reachability."""
+        self._listeners.append(listener)
+
+    async def start(self) -> None:
+        """Follow the worker and wait for its first state.
+
+        Raises:
+            TransportError: it cannot be reached.
+        """
+        self.follow()
+        await self._looked.wait()
+        if self.state is None:
+            raise TransportError(f"worker {self.base_url} cannot be reached: {self.trouble}")
+
+    def follow(self) -> None:
+        """Follow the worker's state without waiting for it. Idempotent."""
+        if self._follower is None:
+            self._follower = asyncio.get_running_loop().create_task(self._follow(), name=f"state of {self.base_url}")
+
+    async def close(self, *, grace_s: float = 0.0) -> None:
+        """Stop following and drop the connections; the worker itself goes on."""
+        if self._follower is not None:
+            self._follower.cancel()
+            await asyncio.gather(self._follower, return_exceptions=True)
+            self._follower = None
+        if grace_s > 0 and self.inflight:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(grace_s):
+                    await self._idle.wait()
+        if self._session is not None and self._owns_session:
+            await self._session.close()
+            self._session = None
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Event]:
+        """Send one request and yield what comes back.
+
+        Raises:
+            RollplaneError: the worker's own typed error.
+            TransportError: the connection failed or ended early.
+            DeadlineExceeded: nothing came within the request's deadline.
+        """
+        deadline_s = request.options.deadline_s
+        url = self.base_url + GENERATE_PATH
+        timeout = aiohttp.ClientTimeout(
+            total=None if deadline_s is None else deadline_s + DEADLINE_GRACE_S,
+            sock_connect=self._connect_timeout_s,
+            sock_read=self._read_timeout_s if deadline_s is None else None,
+        )
+        body = encode_hop_request(request, frontend=self._frontend, deadline_s=deadline_s)
+        headers = self._headers({"Content-Type": MSGPACK, "Accept": FRAMES, "X-Request-Id": request.request_id})
+        if request.traceparent is not None:
+            headers["traceparent"] = request.traceparent
+        answer: aiohttp.ClientResponse | None = None
+        self.inflight += 1
+        self._idle.clear()
+        try:
+            answer = await self._open_session().post(url, data=body, headers=headers, timeout=timeout)
+            del body
+            if answer.status != 200:
+                raise error_from_answer(answer.status, await answer.read(), answer.headers, url=url)
+            if answer.content_type != FRAMES:
+                raise EngineProtocolError(f"{url} answered {answer.content_type!r}, not {FRAMES}")
+            reader = FrameReader()
+            ended = False
+            async for data in answer.content.iter_any():
+                for events in reader.feed(data):
+                    for event in events:
+                        if isinstance(event, ErrorEvent):
+                            raise error_from_body(event.error, status=event.status)
+                        ended = ended or isinstance(event, EndEvent)
+                        yield event
+            reader.finish()
+            if not ended:
+                raise TransportError(f"worker {self.base_url} ended the answer to {request.request_id} early")
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._translate(error, deadline_s=deadline_s) from error
+        finally:
+            self.inflight -= 1
+            if not self.inflight:
+                self._idle.set()
+            if answer is not None and not answer.content.is_eof():
+                answer.close()  # the worker sees the hang-up and aborts
+            elif answer is not None:
+                answer.release()
+
+    async def abort(self, request_id: str) -> int:
+        """End a request on the worker; how many live ones had the id."""
+        answer = await self.post_json(ABORT_PATH, {"request_id": request_id}, timeout_s=30.0)
+        count = answer.get("aborted", 0)
+        return count if isinstance(count, int) else 0
+
+    async def health(self) -> EngineHealth:
+        """The last health heard; not alive where the worker cannot be reached now."""
+        if self.state is None:
+            return EngineHealth(alive=False, state="starting", reason=self.trouble)
+        if not self.reachable:
+            return msgspec.structs.replace(self.state.health, alive=False, state="failed", reason=self.trouble)
+        return self.state.health
+
+    async def post_json(self, path: str, body: Mapping[str, Any], *, timeout_s: float) -> dict[str, Any]:
+        """POST a JSON object to an admin route of the worker; its JSON answer.
+
+        Raises:
+            RollplaneError: the worker's typed error.
+            TransportError: no answer.
+        """
+        url = self.base_url + path
+        timeout = aiohttp.ClientTimeout(total=timeout_s, sock_connect=self._connect_timeout_s)
+        data = msgspec.json.encode(body)
+        try:
+            async with self._open_session().post(
+                url, data=data, headers=self._headers({"Content-Type": JSON}), timeout=timeout
+            ) as answer:
+                content = await answer.read()
+                if answer.status >= 300:
+                    raise error_from_answer(answer.status, content, answer.headers, url=url)
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._translate(error, deadline_s=timeout_s) from error
+        try:
+            return msgspec.json.decode(content, type=dict[str, Any])
+        except msgspec.MsgspecError as error:
+            raise TransportError(f"{url} answered something else than a JSON object: {error}") from None
+
+    async def refresh(self) -> WorkerState:
+        """Ask for the state now, whatever the follower is doing.
+
+        Raises:
+            RollplaneError, TransportError: no state.
+        """
+        url = self.base_url + STATE_PATH
+        timeout = aiohttp.ClientTimeout(total=self._connect_timeout_s * 2, sock_connect=self._connect_timeout_s)
+        try:
+            async with self._open_session().get(url, headers=self._headers({}), timeout=timeout) as answer:
+                content = await answer.read()
+                if answer.status != 200:
+                    raise error_from_answer(answer.status, content, answer.headers, url=url)
+        except (aiohttp.ClientError, OSError) as error:
+            raise self._translate(error, deadline_s=None) from error
+        state = decode_state(content)
+        self._heard(state)
+        return state
+
+    # -- following -------------------------------------------------------------------------------------------------
+
+    async def _follow(self) -> None:
+        while True:
+            try:
+                await self._watch_once()
+            except RollplaneError as error:
+                self._lost(error.message)
+            except (aiohttp.ClientError, OSError) as error:
+                self._lost(_says(error))
+            self._looked.set()
+            await asyncio.sleep(self._poll_s)
+
+    async def _watch_once(self) -> None:
+        """Follow the state stream until it ends, or look once where there is none."""
+        url = f"{self.base_url}{STATE_PATH}?watch=1"
+        timeout = aiohttp.ClientTimeout(
+            total=None, sock_connect=self._connect_timeout_s, sock_read=max(HEARTBEAT_S * 3, self._poll_s * 3)
+        )
+        async with self._open_session().get(url, headers=self._headers({"Accept": FRAMES}), timeout=timeout) as answer:
+            if answer.status != 200:
+                raise error_from_answer(answer.status, await answer.read(), answer.headers, url=url)
+            if answer.content_type != FRAMES:
+                self._heard(decode_state(await answer.read()))
+                return
+            reader = StateReader()
+            async for data in answer.content.iter_any():
+                for state in reader.feed(data):
+                    self._heard(state)
+                    self._looked.set()
+        raise TransportError("the state stream ended")
+
+    def _heard(self, state: WorkerState) -> None:
+        changed = state != self.state or not self.reachable
+        self.state, self.reachable, self.trouble = state, True, None
+        if changed:
+            self._tell()
+
+    def _lost(self, trouble: str) -> None:
+        changed = self.reachable or self.trouble is None
+        self.reachable, self.trouble = False, trouble
+        if changed:
+            self._tell()
+
+    def _tell(self) -> None:
+        for listener in self._listeners:
+            listener(self)
+
+    # -- connections -----------------------------------------------------------------------------------------------
+
+    def _open_session(self) -> aiohttp.ClientSession:
+        if self._session is None:
+            self._session = worker_session()
+        return self._session
+
+    def _headers(self, more: Mapping[str, str]) -> dict[str, str]:
+        headers = {WIRE_HEADER: str(WIRE_VERSION), **more}
+        if self._key is not None:
+            headers["Authorization"] = f"Bearer {self._key}"
+        return headers
+
+    def _translate(self, error: Exception, *, deadline_s: float | None) -> RollplaneError:
+        if isinstance(error, TimeoutError) and not isinstance(error, aiohttp.ConnectionTimeoutError):
+            if deadline_s is not None:
+                return DeadlineExceeded(f"worker {self.base_url} did not answer within {deadline_s:g} s")
+            return TransportError(f"worker {self.base_url} was silent for {self._read_timeout_s:g} s")
+        return TransportError(f"worker {self.base_url}: {_says(error)}")
+
+
+def worker_session() -> aiohttp.ClientSession:
+    """Connections to workers: as many as there are requests, watched by TCP keep-alive.
+
+    A machine that vanishes sends no reset; keep-alive ends its connections after about 25 seconds.
+    """
+    connector = aiohttp.TCPConnector(
+        limit=0, keepalive_timeout=60.0, ttl_dns_cache=60, socket_factory=_keepalive_socket
+    )
+    return aiohttp.ClientSession(connector=connector, auto_decompress=False, read_bufsize=1 << 20)
+
+
+def _keepalive_socket(address: Any) -> socket.socket:
+    family, kind, protocol = address[:3]
+    sock = socket.socket(family=family, type=kind, proto=protocol)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in (
+        ("TCP_KEEPIDLE", KEEPALIVE_IDLE_S),
+        ("TCP_KEEPINTVL", KEEPALIVE_INTERVAL_S),
+        ("TCP_KEEPCNT", KEEPALIVE_PROBES),
+    ):
+        option = getattr(socket, name, None)  # not every system has all three
+        if option is not None:
+            sock.setsockopt(socket.IPPROTO_TCP, option, value)
+    return sock
+
+
+def _says(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
