@@ -1,0 +1,277 @@
+"""How the policy of one worker changes: pause, apply, verify, resume, as one state table.
+
+Rules for editors of the table: a state is left only along an arrow; `ready` is entered only from `paused`, so nothing
+serves weights whose version was not verified; `failed` is left only by an update that succeeds. Versions advance after
+success and nowhere else.
+
+    ready -> pausing -> paused -> receiving -> verifying -> paused -> ready
+                                     |            `-> failed -> receiving
+                                     `-> paused (refused: the old weights still serve)
+"""
+
+import asyncio
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, Literal
+
+from rollplane.engines.base import WeightReceiver
+from rollplane.errors import Conflict, EngineFailed, RollplaneError, Unavailable
+from rollplane.protocol.admin import FlushReport, PauseMode, PauseReport, ResumeReport, StagedWeights, UpdateReport
+from rollplane.protocol.versions import check_version_name
+from rollplane.rl.base import Operation
+from rollplane.rl.operations import Operations
+from rollplane.rl.versions import VersionSequence
+
+PolicyState = Literal["ready", "pausing", "paused", "receiving", "verifying", "failed"]
+
+TRANSITIONS: Final[dict[PolicyState, frozenset[PolicyState]]] = {
+    "ready": frozenset({"pausing"}),
+    "pausing": frozenset({"paused", "ready"}),
+    "paused": frozenset({"ready", "receiving", "pausing"}),
+    "receiving": frozenset({"verifying", "paused", "failed"}),
+    "verifying": frozenset({"paused", "failed"}),
+    "failed": frozenset({"receiving"}),
+}
+
+
+class PolicyControl:
+    """Owns the life of one worker's policy over a `WeightReceiver`.
+
+    Args:
+        receiver: the engine.
+        on_change: called after every change of state, version or digest.
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self,
+        receiver: WeightReceiver,
+        *,
+        on_change: Callable[[], None] = lambda: None,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
+        self.receiver = receiver
+        self.operations = Operations()
+        self.sequence = VersionSequence(receiver.policy_version)
+        self.digest: str | None = None
+        self._state: PolicyState = "ready"
+        self._since = clock()
+        self._clock = clock
+        self._on_change = on_change
+        self._ready = asyncio.Event()
+        self._ready.set()
+        self._lock = asyncio.Lock()
+        self._pausing = 0
+        self._staged: dict[str, StagedWeights] = {}
+
+    def __repr__(self) -> str:
+        return f"<PolicyControl {self._state} at {self.version!r}>"
+
+    @property
+    def state(self) -> PolicyState:
+        """Where in the table this worker is."""
+        return self._state
+
+    @property
+    def state_age_s(self) -> float:
+        """Seconds since the state was entered."""
+        return self._clock() - self._since
+
+    @property
+    def version(self) -> str:
+        """The version that makes tokens."""
+        return self.receiver.policy_version
+
+    async def wait_ready(self) -> None:
+        """Return once tokens are being made.
+
+        Raises:
+            Unavailable: the weights in place are of unknown version.
+        """
+        while self._state != "ready":
+            if self._state == "failed":
+                raise Unavailable("a weight update failed and the weights in place are of unknown version")
+            ready = self._ready
+            await ready.wait()
+
+    async def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = False) -> PauseReport:
+        """Stop making tokens; see `PolicyAdmin.pause`. Concurrent pauses join; the strictest mode wins.
+
+        Raises:
+            Conflict: an update is under way.
+        """
+        if self._state == "failed":
+            return PauseReport(mode=mode, already_paused=True)
+        if self._state not in ("ready", "pausing", "paused"):
+            raise Conflict(f"cannot pause while the worker is {self._state}")
+        was_paused = self._state == "paused"
+        self._pausing += 1
+        self._enter("pausing")
+        try:
+            report = await self.receiver.pause(mode, clear_cache=clear_cache)
+        except BaseException:
+            self._pausing -= 1
+            if self._pausing == 0 and self._state == "pausing":
+                if was_paused:
+                    self._enter("paused")
+                else:
+                    await self.receiver.resume()
+                    self._enter("ready")
+            raise
+        self._pausing -= 1
+        if self._pausing == 0:
+            self._enter("paused")
+        report.already_paused = was_paused
+        return report
+
+    async def resume(self) -> ResumeReport:
+        """Make tokens again; see `PolicyAdmin.resume`.
+
+        Raises:
+            Unavailable: the weights in place are of unknown version.
+            Conflict: a pause is still under way.
+        """
+        async with self._lock:
+            if self._state == "failed":
+                raise Unavailable(
+                    "the last weight update failed: the version in place is unknown; update again before resuming",
+                    retry_after_s=None,
+                )
+            if self._state == "pausing":
+                raise Conflict("a pause is under way; resume when it has returned")
+            was_paused = self._state == "paused"
+            if was_paused:
+                await self.receiver.resume()
+                self._enter("ready")
+            return ResumeReport(was_paused=was_paused, policy_version=self.version)
+
+    async def stage(self, path: str, *, operation: Operation | None = None) -> StagedWeights:
+        """Read and check a checkpoint while tokens are made; kept until an update uses or replaces it."""
+
+        async def work() -> StagedWeights:
+            staged = await self.receiver.stage_weights(path)
+            self._staged = {path: staged}
+            return staged
+
+        return await self.operations.run(operation, ("stage", path), work, what="weight staging")
+
+    async def update_from_disk(
+        self,
+        path: str,
+        *,
+        version: str | None = None,
+        mode: PauseMode = "keep",
+        clear_cache: bool = False,
+        expected_digest: str | None = None,
+        operation: Operation | None = None,
+    ) -> UpdateReport:
+        """Replace the weights by a checkpoint directory; see `PolicyAdmin.update_from_disk`.
+
+        Args:
+            expected_digest: refuse other contents than were staged.
+        """
+        name = check_version_name(version if version is not None else Path(path).name, param="weight_version")
+
+        async def work() -> UpdateReport:
+            async with self._lock:
+                return await self._update(
+                    path, name, mode=mode, clear_cache=clear_cache, expected_digest=expected_digest
+                )
+
+        return await self.operations.run(
+            operation, ("update", path, name, mode, clear_cache, expected_digest), work, what="weight update"
+        )
+
+    async def set_version(self, version: str) -> None:
+        """Change the label only; aborts nothing.
+
+        Raises:
+            Conflict: an update is under way.
+        """
+        check_version_name(version, param="weight_version")
+        async with self._lock:
+            await self.receiver.set_policy_version(version)
+            self.sequence.advance(version)
+            self._on_change()
+
+    async def flush(self, *, preempt: bool = False) -> FlushReport:
+        """Drop caches that no running request holds."""
+        return await self.receiver.flush_cache(preempt=preempt)
+
+    async def close(self) -> None:
+        """Cancel operations that run."""
+        await self.operations.close()
+
+    async def _update(
+        self, path: str, version: str, *, mode: PauseMode, clear_cache: bool, expected_digest: str | None
+    ) -> UpdateReport:
+        began = self._clock()
+        previous = self.version
+        staged = self._staged.pop(path, None)
+        if staged is None or staged.digest != expected_digest:
+            # Only a digest says that the files are still the ones that were staged.
+            staged = await self.receiver.stage_weights(path)
+        if expected_digest is not None and staged.digest != expected_digest:
+            raise Conflict(
+                f"the checkpoint's digest is {staged.digest[:16]}..., expected {expected_digest[:16]}...",
+                param="expected_digest",
+                details={"digest": staged.digest},
+            )
+        report = UpdateReport(
+            policy_version=version,
+            previous_version=previous,
+            digest=staged.digest,
+            tensors=staged.tensors,
+            bytes=staged.bytes,
+            stage_s=self._clock() - began,
+        )
+        if staged.digest == self.digest and version == previous and self._state != "failed":
+            report.applied = False
+            return report
+        was_paused = self._state in ("paused", "failed")
+        stopped = self._clock()
+        if self._state != "failed":
+            await self.pause(mode, clear_cache=clear_cache)
+        try:
+            await self._apply(staged, version)
+        finally:
+            if not was_paused and self._state == "paused":
+                await self.receiver.resume()
+                self._enter("ready")
+        report.pause_s = self._clock() - stopped
+        return report
+
+    async def _apply(self, staged: StagedWeights, version: str) -> None:
+        """From paused or failed to paused with the new weights, or raise in a state that tells what is in place."""
+        came_from = self._state
+        self._enter("receiving")
+        try:
+            await self.receiver.apply_weights(staged, version=version)
+            self._enter("verifying")
+            if self.receiver.policy_version != version:
+                raise RollplaneError(
+                    f"the engine says version {self.receiver.policy_version!r} after an update to {version!r}"
+                )
+        except EngineFailed:
+            # Refused: the old weights are as they were.
+            self._enter("failed" if came_from == "failed" or self._state == "verifying" else "paused")
+            raise
+        except BaseException:
+            self._enter("failed")
+            raise
+        self.digest = staged.digest
+        self.sequence.advance(version)
+        self._enter("paused")
+
+    def _enter(self, state: PolicyState) -> None:
+        if state != self._state:
+            if state not in TRANSITIONS[self._state]:
+                raise RollplaneError(f"no way from {self._state} to {state}")
+            self._state = state
+            self._since = self._clock()
+        if state in ("ready", "failed"):
+            self._ready.set()
+        elif self._ready.is_set():
+            self._ready = asyncio.Event()
+        self._on_change()

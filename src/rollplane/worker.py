@@ -1,0 +1,406 @@
+"""One engine replica as a whole server's worth of behaviour: it is an `Engine`, and it is a `PolicyAdmin`.
+
+What a worker adds to its engine: the identity check of media, the adapter lease, version preconditions, holding while
+paused, deadlines, ownership of live request ids, and the record of itself that frontends follow. Nothing here knows
+HTTP.
+"""
+
+import asyncio
+import contextlib
+import time
+import uuid
+from collections.abc import AsyncIterator
+from contextlib import AsyncExitStack
+from typing import Final
+
+import msgspec
+
+from rollplane.admission import check_request, effective_sampling, request_warnings
+from rollplane.engines.base import AdapterHost, Engine, WeightReceiver
+from rollplane.engines.wrappers.live import LiveRequests
+from rollplane.errors import Conflict, DeadlineExceeded, EngineProtocolError, InvalidRequest, NotFound, Unavailable
+from rollplane.identity import identify
+from rollplane.protocol.admin import (
+    AdapterRecord,
+    FlushReport,
+    PauseMode,
+    PauseReport,
+    ResumeReport,
+    StagedWeights,
+    UpdateReport,
+    WorkerRecord,
+)
+from rollplane.protocol.events import EndEvent, Event
+from rollplane.protocol.info import EngineHealth, EngineInfo, EngineState
+from rollplane.protocol.request import GenerateRequest
+from rollplane.rl.adapters import AdapterTable
+from rollplane.rl.base import OnFailure, Operation
+from rollplane.rl.versions import VersionSequence, check_version_wanted
+from rollplane.rl.weights import PolicyControl
+
+_STATES: Final[dict[str, EngineState]] = {
+    "ready": "ready",
+    "pausing": "pausing",
+    "paused": "paused",
+    "receiving": "updating",
+    "verifying": "updating",
+    "failed": "failed",
+}
+
+
+class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How a worker behaves. `hold_limit_s`: how long a request without a deadline waits while the worker is paused."""
+
+    name: str = "worker"
+    namespace: str = "rollplane"
+    component: str = "worker"
+    system_url: str = ""
+    hold_limit_s: float = 600.0
+
+
+class Worker:
+    """An engine with everything a trainer needs around it.
+
+    Args:
+        engine: what makes tokens. Weight updates work when it is a `WeightReceiver`, adapters when an `AdapterHost`.
+    """
+
+    def __init__(self, engine: Engine, *, settings: WorkerSettings | None = None) -> None:
+        self.settings = settings or WorkerSettings()
+        self.engine = engine
+        self.instance_id = uuid.uuid4().hex[:16]
+        self.epoch: int | None = None
+        self.policy: PolicyControl | None = None
+        self.adapter_table: AdapterTable | None = None
+        self._live = LiveRequests(_Admitted(self))
+        self._sequence = VersionSequence("default")
+        self._changed = asyncio.Event()
+        self._closing = False
+        self._held = 0
+
+    def __repr__(self) -> str:
+        return f"<Worker {self.settings.name} {self.state} at {self.version!r}, {self._live.count} live, {self._held} held>"
+
+    @property
+    def info(self) -> EngineInfo:
+        """The engine's facts."""
+        return self.engine.info
+
+    @property
+    def state(self) -> EngineState:
+        """Where this worker is; `draining` once it closes."""
+        if self._closing:
+            return "draining"
+        return _STATES[self.policy.state] if self.policy is not None else "ready"
+
+    @property
+    def state_age_s(self) -> float:
+        """Seconds since the policy state was entered; 0 for an engine that has none."""
+        return self.policy.state_age_s if self.policy is not None else 0.0
+
+    @property
+    def version(self) -> str:
+        """The policy version that makes tokens."""
+        return self.policy.version if self.policy is not None else "default"
+
+    @property
+    def live_requests(self) -> int:
+        """Requests that are held, queued or running."""
+        return self._live.count
+
+    @property
+    def held_requests(self) -> int:
+        """Requests that wait for the worker to be ready."""
+        return self._held
+
+    async def start(self) -> None:
+        """Start the engine and take charge of its policy and adapters."""
+        await self.engine.start()
+        if isinstance(self.engine, WeightReceiver):
+            self.policy = PolicyControl(self.engine, on_change=self._tell)
+        capability = self.engine.info.capabilities.lora
+        if capability is not None and isinstance(self.engine, AdapterHost):
+            self.adapter_table = AdapterTable(self.engine, capability=capability, on_change=self._tell)
+        self._tell()
+
+    async def close(self, *, grace_s: float = 0.0) -> None:
+        """Refuse new requests, let running ones finish within `grace_s`, then stop the engine."""
+        self._closing = True
+        self._tell()
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(grace_s):
+                while self._live.count and grace_s > 0:
+                    await self._changed.wait()
+        if self.policy is not None:
+            await self.policy.close()
+        if self.adapter_table is not None:
+            await self.adapter_table.close()
+        await self.engine.close(grace_s=0.0)
+
+    async def health(self) -> EngineHealth:
+        """The engine's health with this worker's state in place of its own."""
+        health = await self.engine.health()
+        state: EngineState = self.state if health.alive else "failed"
+        return msgspec.structs.replace(health, state=state, waiting=health.waiting + self._held)
+
+    async def abort(self, request_id: str) -> int:
+        """End a live request with finish reason `abort`; how many there were."""
+        return await self.engine.abort(request_id)
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Event]:
+        """Serve one request; see `Engine.generate`. Deadlines count from here.
+
+        Raises:
+            DeadlineExceeded: its own deadline passed.
+            Unavailable: the worker is draining, or was paused for longer than the hold limit.
+            PreconditionFailed: another policy version or adapter generation is current.
+        """
+        if self._closing:
+            raise Unavailable("this worker is draining", retry_after_s=1.0)
+        identify(request.features)
+        deadline_s = request.options.deadline_s
+        ends = None if deadline_s is None else time.monotonic() + deadline_s
+        events = self._live.generate(request)
+        try:
+            while True:
+                try:
+                    async with asyncio.timeout(None if ends is None else ends - time.monotonic()):
+                        event = await anext(events)
+                except StopAsyncIteration:
+                    return
+                except TimeoutError:
+                    raise DeadlineExceeded(
+                        f"the request did not finish within its deadline of {deadline_s:g} s",
+                        param="rollplane.deadline_s",
+                    ) from None
+                yield event
+        finally:
+            await events.aclose()
+            if self._closing:
+                self._tell()
+
+    async def admitted(self, request: GenerateRequest) -> AsyncIterator[Event]:
+        """Serve a request that owns its id: hold, check the version, lease the adapter, run, sign the end."""
+        check_request(request, self.info)
+        adapter_name = self._adapter_of(request)
+        await self._hold()
+        check_version_wanted(request, self.version, self._versions())
+        async with AsyncExitStack() as stack:
+            generation: int | None = None
+            if adapter_name is not None:
+                if self.adapter_table is None:
+                    raise NotFound(f"model {adapter_name!r} does not exist", param="model")
+                record = await stack.enter_async_context(self.adapter_table.lease(adapter_name))
+                request = msgspec.structs.replace(request, adapter=record.engine_name)
+                generation = record.generation
+            events = self.engine.generate(request)
+            try:
+                async for event in events:
+                    if isinstance(event, EndEvent):
+                        self._sign(event, request, generation=generation)
+                    yield event
+            finally:
+                close = getattr(events, "aclose", None)
+                if close is not None:
+                    await close()
+
+    def record(self) -> WorkerRecord:
+        """This worker as discovery shows it, now."""
+        info = self.info
+        return WorkerRecord(
+            namespace=self.settings.namespace,
+            component=self.settings.component,
+            endpoint="rl",
+            instance_id=self.instance_id,
+            transport={"http": self.settings.system_url},
+            request_plane_url=self.settings.system_url,
+            system_url=self.settings.system_url,
+            admin_base_url=self.settings.system_url or None,
+            model=info.model,
+            routes=self.routes(),
+            world_size=info.world_size,
+            capabilities=info.capabilities,
+            policy_version=self.version,
+            policy_digest=self.policy.digest if self.policy is not None else None,
+            state=self.state,
+            adapters=self.adapter_table.records() if self.adapter_table is not None else [],
+        )
+
+    def routes(self) -> list[str]:
+        """The canonical admin routes that work here, sorted."""
+        names = ["abort_request", "get_weight_version", "get_world_size", "liveness_probe"]
+        if self.policy is not None:
+            names += ["flush_cache", "pause_generation", "resume_generation", "set_weight_version"]
+            names += ["stage_weights", "update_weights_from_disk"]
+        if self.adapter_table is not None:
+            names += ["list_loras", "load_lora", "unload_lora"]
+        return sorted(names)
+
+    async def watch(self) -> AsyncIterator[WorkerRecord]:
+        """This worker's record now, and again after every change, until it closes."""
+        while True:
+            changed = self._changed
+            yield self.record()
+            if self._closing:
+                return
+            await changed.wait()
+
+    # PolicyAdmin -----------------------------------------------------------------------------------------------------
+
+    async def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = False) -> PauseReport:
+        """See `PolicyAdmin.pause`."""
+        return await self._policy().pause(mode, clear_cache=clear_cache)
+
+    async def resume(self) -> ResumeReport:
+        """See `PolicyAdmin.resume`."""
+        return await self._policy().resume()
+
+    async def stage_weights(self, path: str, *, operation: Operation | None = None) -> StagedWeights:
+        """Read and check a checkpoint while tokens are made; a following update with its digest uses it."""
+        self._check_epoch(operation)
+        return await self._policy().stage(path, operation=operation)
+
+    async def update_from_disk(
+        self,
+        path: str,
+        *,
+        version: str | None = None,
+        mode: PauseMode = "keep",
+        clear_cache: bool = False,
+        on_failure: OnFailure = "rollback",
+        expected_digest: str | None = None,
+        operation: Operation | None = None,
+    ) -> UpdateReport:
+        """See `PolicyAdmin.update_from_disk`. One worker needs no roll-back: a refused update leaves it as it was."""
+        self._check_epoch(operation)
+        return await self._policy().update_from_disk(
+            path,
+            version=version,
+            mode=mode,
+            clear_cache=clear_cache,
+            expected_digest=expected_digest,
+            operation=operation,
+        )
+
+    async def policy_version(self) -> str:
+        """See `PolicyAdmin.policy_version`."""
+        return self.version
+
+    async def set_policy_version(self, version: str) -> None:
+        """See `PolicyAdmin.set_policy_version`."""
+        await self._policy().set_version(version)
+
+    async def flush_cache(self, *, preempt: bool = False) -> FlushReport:
+        """See `PolicyAdmin.flush_cache`."""
+        return await self._policy().flush(preempt=preempt)
+
+    async def workers(self) -> list[WorkerRecord]:
+        """This worker."""
+        return [self.record()]
+
+    async def load_adapter(self, name: str, path: str, *, operation: Operation | None = None) -> AdapterRecord:
+        """See `PolicyAdmin.load_adapter`."""
+        self._check_epoch(operation)
+        if self.info.serves(name):
+            raise Conflict(f"{name!r} is the base model's name", param="lora_name")
+        return await self._adapter_table().load(name, path, operation=operation)
+
+    async def unload_adapter(self, name: str, *, operation: Operation | None = None) -> AdapterRecord:
+        """See `PolicyAdmin.unload_adapter`."""
+        self._check_epoch(operation)
+        return await self._adapter_table().unload(name, operation=operation)
+
+    async def adapters(self) -> list[AdapterRecord]:
+        """See `PolicyAdmin.adapters`."""
+        return self.adapter_table.records() if self.adapter_table is not None else []
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    def _policy(self) -> PolicyControl:
+        if self.policy is None:
+            raise InvalidRequest(f"the {self.info.engine} engine cannot be paused or updated")
+        return self.policy
+
+    def _adapter_table(self) -> AdapterTable:
+        if self.adapter_table is None:
+            raise InvalidRequest(f"the {self.info.engine} engine was started without LoRA")
+        return self.adapter_table
+
+    def _check_epoch(self, operation: Operation | None) -> None:
+        """A command of an owner that was replaced is refused; a newer owner is remembered."""
+        if operation is None or operation.epoch is None:
+            return
+        if self.epoch is not None and operation.epoch < self.epoch:
+            raise Conflict(f"the command is of epoch {operation.epoch}, this worker follows epoch {self.epoch}")
+        self.epoch = operation.epoch
+
+    def _versions(self) -> VersionSequence:
+        return self.policy.sequence if self.policy is not None else self._sequence
+
+    def _adapter_of(self, request: GenerateRequest) -> str | None:
+        name = request.model
+        if name is None or self.info.serves(name):
+            return None
+        if self.adapter_table is None or self.adapter_table.current(name) is None:
+            raise NotFound(
+                f"model {name!r} does not exist: it is neither the base model nor a loaded adapter", param="model"
+            )
+        return name
+
+    async def _hold(self) -> None:
+        if self.policy is None or self.policy.state == "ready":
+            return
+        self._held += 1
+        try:
+            async with asyncio.timeout(self.settings.hold_limit_s):
+                await self.policy.wait_ready()
+        except TimeoutError:
+            raise Unavailable(
+                f"the worker has been {self.state} for {self.state_age_s:.0f} s; requests are held for at most "
+                f"{self.settings.hold_limit_s:g} s"
+            ) from None
+        finally:
+            self._held -= 1
+
+    def _sign(self, end: EndEvent, request: GenerateRequest, *, generation: int | None) -> None:
+        served_by = end.served_by
+        if served_by.logprobs_mode == "unknown" and self.info.capabilities.logprobs_mode != "unknown":
+            raise EngineProtocolError("the engine did not say which logprobs it returned")
+        served_by.worker = self.settings.name
+        served_by.instance = self.instance_id
+        served_by.epoch = self.epoch
+        served_by.attempt = request.attempt
+        served_by.adapter_generation = generation
+        served_by.warnings = [*served_by.warnings, *request_warnings(request, self.info)]
+        if request.options.echo_sampling:
+            served_by.effective_sampling = effective_sampling(request, self.info)
+
+    def _tell(self) -> None:
+        self._changed.set()
+        self._changed = asyncio.Event()
+
+
+class _Admitted:
+    """The engine that `LiveRequests` runs for a worker: the worker's own path past the id check."""
+
+    def __init__(self, worker: Worker) -> None:
+        self._worker = worker
+
+    @property
+    def info(self) -> EngineInfo:
+        return self._worker.engine.info
+
+    async def start(self) -> None:
+        await self._worker.engine.start()
+
+    async def close(self, *, grace_s: float = 0.0) -> None:
+        await self._worker.engine.close(grace_s=grace_s)
+
+    def generate(self, request: GenerateRequest) -> AsyncIterator[Event]:
+        return self._worker.admitted(request)
+
+    async def abort(self, request_id: str) -> int:
+        return await self._worker.engine.abort(request_id)
+
+    async def health(self) -> EngineHealth:
+        return await self._worker.engine.health()
