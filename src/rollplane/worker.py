@@ -9,7 +9,7 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack
 from typing import Final
 
@@ -147,7 +147,7 @@ class Worker:
         """End a live request with finish reason `abort`; how many there were."""
         return await self.engine.abort(request_id)
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[Event]:
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
         """Serve one request; see `Engine.generate`. Deadlines count from here.
 
         Raises:
@@ -176,10 +176,9 @@ class Worker:
                 yield event
         finally:
             await events.aclose()
-            if self._closing:
-                self._tell()
+            self._tell_if_closing()
 
-    async def admitted(self, request: GenerateRequest) -> AsyncIterator[Event]:
+    async def admitted(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
         """Serve a request that owns its id: hold, check the version, lease the adapter, run, sign the end."""
         check_request(request, self.info)
         adapter_name = self._adapter_of(request)
@@ -374,6 +373,11 @@ class Worker:
         served_by.warnings = [*served_by.warnings, *request_warnings(request, self.info)]
         if request.options.echo_sampling:
             served_by.effective_sampling = effective_sampling(request, self.info)
+
+    def _tell_if_closing(self) -> None:
+        """`close` waits for the last request; nobody else needs to hear of each one."""
+        if self._closing:
+            self._tell()
 
     def _tell(self) -> None:
         self._changed.set()

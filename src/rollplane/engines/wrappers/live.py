@@ -5,10 +5,10 @@ request runs in a task of its own and stops when its last reader leaves.
 """
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator
 
 from rollplane.engines.base import Engine
-from rollplane.errors import Conflict, RollplaneError
+from rollplane.errors import Conflict
 from rollplane.protocol.events import Event
 from rollplane.protocol.info import EngineHealth, EngineInfo
 from rollplane.protocol.request import GenerateRequest
@@ -70,7 +70,7 @@ class LiveRequests:
         """The inner engine's health."""
         return await self.engine.health()
 
-    async def generate(self, request: GenerateRequest) -> AsyncIterator[Event]:
+    async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
         """Run the request, or join the live one with its id.
 
         Raises:
@@ -113,7 +113,7 @@ class LiveRequests:
             async for event in events:
                 live.events.append(event)
                 live.tell()
-        except (RollplaneError, Exception) as error:
+        except Exception as error:
             live.error = error
         finally:
             live.ended = True
