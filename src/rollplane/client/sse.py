@@ -1,0 +1,191 @@
+"""A streamed answer read back into events: server-sent chunks in, `PromptEvent`, `ChoiceEvent` and `EndEvent` out."""
+
+from collections.abc import Iterator
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+
+from rollplane.errors import EngineProtocolError, TransportError, error_from_body
+from rollplane.protocol.arrays import Int32Array, dec_hook
+from rollplane.protocol.artifacts import (
+    Alternatives,
+    RoutedExperts,
+    SamplingMask,
+    TokenLogprobs,
+    decode_routes_npy,
+    decode_routes_structured,
+)
+from rollplane.protocol.events import ChoiceEvent, EndEvent, Event, FinishReason, PromptEvent, ServedBy
+from rollplane.protocol.versions import PolicySpan
+
+MAX_LINE_BYTES: Final = 1 << 30
+TOKEN_PREFIX: Final = "token_id:"
+
+
+class _Top(msgspec.Struct):
+    token: str
+    logprob: float
+
+
+class _Position(msgspec.Struct):
+    logprob: float
+    top_logprobs: list[_Top] = msgspec.field(default_factory=list)
+
+
+class _Logprobs(msgspec.Struct):
+    content: list[_Position]
+
+
+class _Choice(msgspec.Struct):
+    index: int
+    token_ids: Int32Array
+    logprobs: _Logprobs | None = None
+    finish_reason: FinishReason | None = None
+    stop_reason: int | str | None = None
+    routed_experts: dict[str, Any] | str | None = None
+    sampling_mask: list[list[int]] | None = None
+    policy_versions: list[PolicySpan] | None = None
+
+
+class _Details(msgspec.Struct):
+    cached_tokens: int | None = None
+
+
+class _Usage(msgspec.Struct):
+    prompt_tokens: int
+    prompt_tokens_details: _Details | None = None
+
+
+class _Chunk(msgspec.Struct):
+    choices: list[_Choice] = msgspec.field(default_factory=list)
+    error: dict[str, Any] | None = None
+    usage: _Usage | None = None
+    rollplane: ServedBy | None = None
+    prompt_token_ids: Int32Array | None = None
+    mm_placeholders: dict[str, list[dict[str, Any]]] | None = None
+    metrics: dict[str, Any] | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    ec_transfer_params: dict[str, Any] | None = None
+
+
+_decoder = msgspec.json.Decoder(_Chunk, dec_hook=dec_hook)
+
+
+class StreamReader:
+    """Cuts server-sent bytes into events; feed it what arrives.
+
+    `routes_start`: the start that was asked for, which the `npy` encoding cannot state.
+    """
+
+    def __init__(self, *, routes_start: int = 0) -> None:
+        self._routes_start = routes_start
+        self._buffer = bytearray()
+        self._prompt_seen = False
+        self._end = EndEvent()
+        self.done = False
+        """Whether `[DONE]` came."""
+
+    def __repr__(self) -> str:
+        return f"<StreamReader {'done' if self.done else f'{len(self._buffer)} bytes waiting'}>"
+
+    def feed(self, data: bytes) -> Iterator[Event]:
+        """The events of every chunk that is now whole; the `EndEvent` comes with `[DONE]`.
+
+        Raises:
+            RollplaneError: the typed error that the stream carries.
+            TransportError: a chunk that cannot be read.
+        """
+        self._buffer += data
+        # Only what is new can end a line, so a long chunk is not searched again at every piece.
+        at, start = 0, max(len(self._buffer) - len(data), 0)
+        while (end := self._buffer.find(b"\n", max(at, start))) >= 0:
+            line = bytes(self._buffer[at:end]).rstrip(b"\r")
+            at = end + 1
+            if line.startswith(b"data:"):
+                yield from self._take(line[5:].strip())
+        del self._buffer[:at]
+        if len(self._buffer) > MAX_LINE_BYTES:
+            raise TransportError(f"a chunk is over the limit of {MAX_LINE_BYTES} bytes")
+
+    def _take(self, data: bytes) -> Iterator[Event]:
+        if data == b"[DONE]":
+            self.done = True
+            yield self._end
+            return
+        try:
+            chunk = _decoder.decode(data)
+        except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError) as error:
+            raise TransportError(f"a chunk cannot be read: {error}") from None
+        if chunk.error is not None:
+            raise error_from_body(chunk.error)
+        for name in ("metrics", "kv_transfer_params", "ec_transfer_params"):
+            if (value := getattr(chunk, name)) is not None:
+                setattr(self._end, name, value)
+        if chunk.rollplane is not None:
+            self._end.served_by = chunk.rollplane
+        if not self._prompt_seen and chunk.usage is not None:
+            self._prompt_seen = True
+            details = chunk.usage.prompt_tokens_details
+            yield PromptEvent(
+                prompt_tokens=chunk.usage.prompt_tokens,
+                cached_tokens=None if details is None else details.cached_tokens,
+                prompt_token_ids=chunk.prompt_token_ids,
+                mm_placeholders=chunk.mm_placeholders,
+            )
+        for choice in chunk.choices:
+            yield self._event(choice)
+
+    def _event(self, choice: _Choice) -> ChoiceEvent:
+        routes = choice.routed_experts
+        try:
+            experts: RoutedExperts | None = None
+            if isinstance(routes, dict):
+                experts = decode_routes_structured(routes)
+            elif routes is not None:
+                experts = decode_routes_npy(routes, start=self._routes_start)
+        except ValueError as error:
+            raise EngineProtocolError(f"choice {choice.index}: {error}") from None
+        return ChoiceEvent(
+            index=choice.index,
+            token_ids=choice.token_ids,
+            logprobs=None if choice.logprobs is None else _logprobs(choice.logprobs.content),
+            finish_reason=choice.finish_reason,
+            stop_reason=choice.stop_reason,
+            routed_experts=experts,
+            sampling_mask=None if choice.sampling_mask is None else _mask(choice.sampling_mask),
+            policy_versions=choice.policy_versions or [],
+        )
+
+
+def _logprobs(content: list[_Position]) -> TokenLogprobs:
+    values = np.array([position.logprob for position in content], dtype=np.float32)
+    tops = [top for position in content for top in position.top_logprobs]
+    if not tops:
+        return TokenLogprobs(values=values)
+    counts = np.array([len(position.top_logprobs) for position in content], dtype=np.int32)
+    offsets = np.concatenate([np.zeros(1, dtype=np.int32), counts.cumsum(dtype=np.int32)])
+    # JSON carries alternatives in order of rank and not the rank itself.
+    ranks = np.arange(1, len(tops) + 1, dtype=np.int32) - np.repeat(offsets[:-1], counts)
+    return TokenLogprobs(
+        values=values,
+        alternatives=Alternatives(
+            ids=np.array([_token_id(top.token) for top in tops], dtype=np.int32),
+            values=np.array([top.logprob for top in tops], dtype=np.float32),
+            ranks=ranks.astype(np.int32),
+            offsets=offsets,
+        ),
+    )
+
+
+def _token_id(text: str) -> int:
+    digits = text.removeprefix(TOKEN_PREFIX)
+    if digits == text or not digits.isascii() or not digits.isdigit():
+        raise EngineProtocolError(f"a top logprob names its token {text[:64]!r}, not {TOKEN_PREFIX}<id>")
+    return int(digits)
+
+
+def _mask(rows: list[list[int]]) -> SamplingMask:
+    counts = np.array([len(row) for row in rows], dtype=np.int32)
+    offsets = np.concatenate([np.zeros(1, dtype=np.int32), counts.cumsum(dtype=np.int32)])
+    return SamplingMask(ids=np.array([i for row in rows for i in row], dtype=np.int32), offsets=offsets)
