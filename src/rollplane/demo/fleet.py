@@ -1,15 +1,13 @@
 """A fleet for the demo: a frontend and its workers as child processes in a process group of their own."""
 
 import contextlib
+import json
 import os
-import secrets
 import signal
-import socket
 import subprocess
 import sys
+import tempfile
 import time
-import urllib.error
-import urllib.request
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -57,37 +55,47 @@ class Fleet:
         self.start_timeout_s = start_timeout_s
         self.stop_timeout_s = stop_timeout_s
         self.base_url = ""
-        self.admin_key = secrets.token_urlsafe(16)
         self._process: subprocess.Popen[bytes] | None = None
 
-    def command(self, port: int) -> list[str]:
-        """What to execute for a frontend on `port`."""
-        command = [sys.executable, "-m", "rollplane.cli.main", "serve"]
-        command += ["--engine", "embedded", "--model", str(self.model), "--workers", str(self.workers)]
-        return [*command, "--host", "127.0.0.1", "--port", str(port), "--dtype", self.dtype]
+    def command(self, ready: Path) -> list[str]:
+        """What to execute; it writes `ready`, a JSON line with the frontend's `url`, once it serves."""
+        options = {
+            "--engine": "embedded",
+            "--model": self.model,
+            "--workers": self.workers,
+            "--dtype": self.dtype,
+            "--max-num-seqs": self.slots,
+            "--max-model-len": self.max_model_len,
+            "--root": self.model.parent,
+            "--port": 0,
+            "--ready-file": ready,
+        }
+        words = [str(word) for option in options.items() for word in option]
+        return [sys.executable, "-m", "rollplane.cli.main", "serve", *words, "--stop-with-stdin"]
 
     def __repr__(self) -> str:
         state = "stopped" if self._process is None else f"pid {self._process.pid}"
         return f"<Fleet {self.model.name} workers={self.workers} {self.dtype} {state}>"
 
     def __enter__(self) -> Self:
-        port = _free_port()
-        self.base_url = f"http://127.0.0.1:{port}"
+        self.log.parent.mkdir(parents=True, exist_ok=True)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        with self.log.open("wb") as log:
+        with tempfile.TemporaryDirectory() as directory, self.log.open("wb") as log:
+            ready = Path(directory) / "ready.json"
+            # Standard input is a pipe that this process holds: it ends with us even where we cannot say goodbye.
             self._process = subprocess.Popen(
-                self.command(port),
-                stdin=subprocess.DEVNULL,
+                self.command(ready),
+                stdin=subprocess.PIPE,
                 stdout=log,
                 stderr=log,
                 env=environment,
                 start_new_session=True,
             )
-        try:
-            self._wait_until_ready()
-        except BaseException:
-            self._stop()
-            raise
+            try:
+                self.base_url = self._wait_until(ready)
+            except BaseException:
+                self._stop()
+                raise
         return self
 
     def __exit__(
@@ -99,15 +107,16 @@ class Fleet:
         """The end of what the processes printed."""
         return "\n".join(self.log.read_text(errors="replace").splitlines()[-lines:])
 
-    def _wait_until_ready(self) -> None:
+    def _wait_until(self, ready: Path) -> str:
+        """The frontend's URL, once it serves."""
         process = self._process
         deadline = time.monotonic() + self.start_timeout_s
         while process is not None and process.poll() is None:
-            if _answers(f"{self.base_url}/health"):
-                return
+            if ready.exists() and (line := ready.read_text()).endswith("\n"):
+                return str(json.loads(line)["url"])
             if time.monotonic() > deadline:
                 raise Unavailable(f"the fleet was not ready within {self.start_timeout_s:.0f} s:\n{self.log_tail()}")
-            time.sleep(0.1)
+            time.sleep(0.05)
         code = None if process is None else process.returncode
         raise Unavailable(f"the fleet ended with code {code} before it was ready:\n{self.log_tail()}")
 
@@ -124,22 +133,10 @@ class Fleet:
             # Also where the leader is gone: a worker that outlived it is still in the group.
             _signal_group(process.pid, signal.SIGKILL)
             process.wait()
+            if process.stdin is not None:
+                process.stdin.close()
 
 
 def _signal_group(group: int, number: signal.Signals) -> None:
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, number)
-
-
-def _answers(url: str) -> bool:
-    try:
-        with urllib.request.urlopen(url, timeout=2.0) as response:
-            return bool(response.status == 200)
-    except (urllib.error.URLError, OSError):
-        return False
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])

@@ -24,12 +24,12 @@ from rollplane.errors import InvalidRequest
 
 IMITATION_STEPS = 150
 REQUEST_TIMEOUT_S = 120.0
-SLOTS = grpo.PROBLEMS * grpo.GROUP
 MAX_MODEL_LEN = 64
 
 FP32_KL_LIMIT = 1e-9
 STRESS_GAIN = 20.0
 PREVIOUS_POLICY_RATIO = 50.0
+_NONE: dict[str, Any] = {"versions": {}}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +139,7 @@ def _learn(options: Options, model: Any, bars: Progress) -> grpo.Progress:
         options.out / "checkpoints" / "v0",
         workers=options.workers,
         dtype=options.engine_dtype,
-        slots=SLOTS,
+        slots=max(grpo.GROUP, -(-grpo.PROBLEMS * grpo.GROUP // options.workers)),
         max_model_len=MAX_MODEL_LEN,
         log=options.out / "fleet.log",
     )
@@ -147,7 +147,7 @@ def _learn(options: Options, model: Any, bars: Progress) -> grpo.Progress:
     async def learn() -> grpo.Progress:
         async with (
             Client(fleet.base_url, timeout_s=REQUEST_TIMEOUT_S) as client,
-            AdminClient(fleet.base_url, admin_key=fleet.admin_key) as admin,
+            AdminClient(fleet.base_url) as admin,
         ):
             return await grpo.learn(
                 client,
@@ -193,6 +193,9 @@ def _checks(report: dict[str, Any]) -> dict[str, bool]:
         "previous_policy_at_least_50_times_worse": report["previous_policy"]["ratio"] >= PREVIOUS_POLICY_RATIO,
     }
     if report["options"]["engine_dtype"] == "float32":
-        measured = [report["mismatch_kl"]["both"], *(step["kl"] for step in report["steps"] if step["kl"] is not None)]
+        parts = [
+            part for step in report["steps"] for part in (step, *step.get("in_flight", _NONE)["versions"].values())
+        ]
+        measured = [report["mismatch_kl"]["both"], *(part["kl"] for part in parts if part["kl"] is not None)]
         checks["float32_kl_below_1e-9"] = max(measured) < FP32_KL_LIMIT
     return checks

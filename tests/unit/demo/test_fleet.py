@@ -12,19 +12,15 @@ from rollplane.demo.fleet import Fleet
 from rollplane.errors import Unavailable
 
 SERVER = """
-import http.server, pathlib, signal, subprocess, sys
-port, directory, stubborn = int(sys.argv[1]), pathlib.Path(sys.argv[2]), sys.argv[3] == "stubborn"
-if stubborn:
+import json, os, pathlib, signal, subprocess, sys
+ready, directory, temper = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[2]), sys.argv[3]
+if temper == "stubborn":
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
-worker = subprocess.Popen([sys.executable, "-c", "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"])
-(directory / "pids").write_text(f"{__import__('os').getpid()} {worker.pid}")
-class Handler(http.server.BaseHTTPRequestHandler):
-    def do_GET(self):
-        self.send_response(200 if self.path == "/health" else 404)
-        self.end_headers()
-    def log_message(self, *args):
-        pass
-http.server.HTTPServer(("127.0.0.1", port), Handler).serve_forever()
+deaf = "import signal; signal.signal(signal.SIGTERM, signal.SIG_IGN); signal.pause()"
+worker = subprocess.Popen([sys.executable, "-c", deaf])
+(directory / "pids").write_text(f"{os.getpid()} {worker.pid}")
+ready.write_text(json.dumps({"url": "http://127.0.0.1:4321"}) + chr(10))
+signal.pause()
 """
 
 
@@ -42,8 +38,8 @@ class ScriptFleet(Fleet):
         self.script = textwrap.dedent(script)
         self.arguments = [str(directory), *arguments]
 
-    def command(self, port):
-        return [sys.executable, "-c", self.script, str(port), *self.arguments]
+    def command(self, ready):
+        return [sys.executable, "-c", self.script, str(ready), *self.arguments]
 
 
 class Watch:
@@ -67,6 +63,7 @@ def test_no_process_outlives_the_block(tmp_path, temper):
         assert Watch(tmp_path).ended(within_s=0) == [False, False]
         watch = Watch(tmp_path)
         assert repr(fleet) == f"<Fleet v0 workers=1 float32 pid {watch.pids[0]}>"
+        assert fleet.base_url == "http://127.0.0.1:4321"
     assert watch.ended(within_s=5) == [True, True]
     assert repr(fleet) == "<Fleet v0 workers=1 float32 stopped>"
 

@@ -1,0 +1,125 @@
+"""The demo, whole: real processes, HTTP, learning, its figures and its end."""
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+STEPS = 6  # two more than the first update in flight
+FLEET_LOG = "fleet.log"
+
+# Interrupt as soon as the fleet runs: the imitation before it is not what that test is about.
+SHORT_DEMO = """
+import typer
+from rollplane.demo import command, run
+run.IMITATION_STEPS = 2
+typer.run(command.demo)
+"""
+
+
+@pytest.fixture(scope="module")
+def run_dir(tmp_path_factory):
+    out = tmp_path_factory.mktemp("demo")
+    arguments = ["--steps", str(STEPS), "--workers", "2", "--engine-dtype", "float32", "--out", str(out)]
+    done = subprocess.run(
+        [sys.executable, "-m", "rollplane.demo", *arguments], capture_output=True, text=True, timeout=280
+    )
+    assert done.returncode == 0, f"{done.stdout}\n{done.stderr}\n{(out / FLEET_LOG).read_text()[-4000:]}"
+    assert "Mismatch KL" in done.stdout
+    return out
+
+
+@pytest.fixture(scope="module")
+def report(run_dir):
+    return json.loads((run_dir / "report.json").read_text())
+
+
+@pytest.mark.timeout(300)
+class TestAFewStepsInFloat32:
+    def test_no_request_is_lost(self, report):
+        assert report["requests"] == 2 * 128 + STEPS * 16
+        assert report["lost_requests"] == 0
+
+    def test_with_both_replays_the_trainer_computes_the_engines_log_probabilities(self, report):
+        assert report["mismatch_kl"]["both"] < 1e-9
+        assert all(step["kl"] < 1e-9 for step in report["steps"] if step["kl"] is not None)
+        assert report["mismatch_kl"]["none"] > 1e-5, "without the masks it cannot"
+
+    def test_replay_corrects_the_routing_stress_in_bfloat16(self, report):
+        stress = report["stress_mismatch_kl"]
+        assert stress["none"] > 20 * stress["both"] > 0
+        assert stress["both"] < min(stress["routes"], stress["mask"])
+
+    def test_the_previous_policy_is_told_from_the_right_one(self, report):
+        assert report["previous_policy"]["steps"] == [1, 2, 3]
+        assert report["previous_policy"]["ratio"] > 50
+
+    def test_every_policy_made_tokens(self, report):
+        assert report["policy_versions"] == [f"v{step}" for step in range(STEPS + 1)]
+        settled = [step for step in report["steps"] if "in_flight" not in step]
+        assert all(step["policy_versions"] == [f"v{step['step']}"] for step in settled)
+
+    def test_an_update_in_flight_marks_every_token(self, report):
+        (flight,) = [step for step in report["steps"] if "in_flight" in step]
+        versions = flight["in_flight"]["versions"]
+        assert list(versions) == ["v3", "v4"]
+        assert sum(part["tokens"] for part in versions.values()) == flight["tokens"]
+        assert all(part["kl"] < 1e-9 for part in versions.values() if part["kl"] is not None)
+
+    def test_the_figures_come_from_the_saved_files(self, run_dir, report):
+        done = subprocess.run(
+            [sys.executable, "-m", "rollplane.demo.recompute", str(run_dir)], capture_output=True, text=True, check=True
+        )
+        again = json.loads(done.stdout)
+        for name in ("none", "routes", "mask", "both"):
+            for figure in ("mismatch_kl", "stress_mismatch_kl"):
+                assert again[figure][name] == pytest.approx(report[figure][name], rel=1e-6)
+        assert again["previous_policy"] == pytest.approx(report["previous_policy"], rel=1e-6)
+
+    def test_the_page_is_there(self, run_dir):
+        assert (run_dir / "report.html").read_text().count("<svg") == 3
+
+
+def descendants(pid):
+    """Every process below `pid`."""
+    children = [
+        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
+    ]
+    return children + [below for child in children for below in descendants(child)]
+
+
+@pytest.mark.timeout(120)
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_demo_leaves_no_process(tmp_path, number):
+    out = tmp_path / "run"
+    process = subprocess.Popen(
+        [sys.executable, "-c", SHORT_DEMO, "--steps", "500", "--engine-dtype", "float32", "--out", str(out)],
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    descriptors = []
+    try:
+        saved = out / "rollouts" / "before.npz"  # written once the fleet has answered
+        watched = os.pidfd_open(process.pid)
+        descriptors.append(watched)
+        for _ in range(900):
+            if saved.exists() or select.select([watched], [], [], 0.1)[0]:
+                break
+        assert saved.exists(), process.stderr.read()
+        below = descendants(process.pid)
+        assert len(below) >= 3, "a frontend and two workers"
+        descriptors += [os.pidfd_open(pid) for pid in below]
+        process.send_signal(number)
+        assert process.wait(30) == 130
+        assert all(select.select([one], [], [], 10)[0] for one in descriptors)
+    finally:
+        process.kill()
+        process.communicate()
+        for one in descriptors:
+            os.close(one)
