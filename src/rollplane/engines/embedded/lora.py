@@ -5,6 +5,7 @@ from the base weights. A hook on each linear layer adds, for each adapter in the
 that use it: a row's result does not depend on which adapters the others use.
 """
 
+import json
 import math
 import re
 from collections.abc import Iterator, Sequence
@@ -194,24 +195,28 @@ def _flat_rows(rows: Tensor, x: Tensor, batch: _Batch) -> Tensor:
 
 
 def _read_config(directory: Path) -> Any:
-    """PEFT's own reading of adapter_config.json, if every setting is one that we honour.
+    """adapter_config.json as PEFT's own record, if every setting is one that we honour.
 
     Raises:
         InvalidRequest: naming the setting.
     """
-    from peft import LoraConfig, PeftConfig
+    from peft import LoraConfig
 
+    path = directory / "adapter_config.json"
     try:
-        config = PeftConfig.from_pretrained(str(directory))
-    except (ValueError, TypeError, KeyError, OSError) as error:
-        raise InvalidRequest(f"adapter_config.json of {directory} was refused by PEFT: {error}") from error
-    if not isinstance(config, LoraConfig):
-        raise InvalidRequest(f"the adapter's peft_type is {config.peft_type}; only LORA is served", param="lora_path")
+        raw = json.loads(path.read_text(encoding="utf-8"))
+        kind = raw.pop("peft_type", None)
+        known = {f.name for f in fields(LoraConfig)}
+        config = LoraConfig(**{name: value for name, value in raw.items() if name in known})
+    except (ValueError, TypeError, AttributeError) as error:
+        raise InvalidRequest(f"{path} was refused: {error}", param="lora_path") from error
+    if kind != "LORA":
+        raise InvalidRequest(f"the adapter's peft_type is {kind}; only LORA is served", param="lora_path")
     neutral = LoraConfig()
-    for field in fields(config):
-        value = getattr(config, field.name)
-        if field.name not in _HARMLESS and value != getattr(neutral, field.name, None) and value:
-            raise InvalidRequest(f"the adapter uses {field.name}={value!r}, which is not served", param="lora_path")
+    for name, value in raw.items():
+        # PEFT ignores names it does not know; an adapter that needs one would be served wrongly.
+        if name not in _HARMLESS and value and value != getattr(neutral, name, None):
+            raise InvalidRequest(f"the adapter uses {name}={value!r}, which is not served", param="lora_path")
     if config.init_lora_weights not in _PLAIN_INITS:
         raise InvalidRequest(
             f"the adapter was initialised by {config.init_lora_weights!r}, which changes the base weights",
