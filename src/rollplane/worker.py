@@ -33,6 +33,7 @@ from rollplane.protocol.admin import (
 from rollplane.protocol.events import EndEvent, Event
 from rollplane.protocol.info import EngineHealth, EngineInfo, EngineState
 from rollplane.protocol.request import GenerateRequest
+from rollplane.protocol.state import HEARTBEAT_S, WorkerState
 from rollplane.rl.adapters import AdapterTable
 from rollplane.rl.base import OnFailure, Operation
 from rollplane.rl.versions import VersionSequence, check_version_wanted
@@ -235,14 +236,31 @@ class Worker:
             names += ["list_loras", "load_lora", "unload_lora"]
         return sorted(names)
 
-    async def watch(self) -> AsyncIterator[WorkerRecord]:
-        """This worker's record now, and again after every change, until it closes."""
+    async def snapshot(self) -> WorkerState:
+        """This worker as the internal state endpoint shows it, now."""
+        return WorkerState(
+            worker=self.settings.name,
+            instance=self.instance_id,
+            info=self.info,
+            health=await self.health(),
+            policy_version=self.version,
+            policy_digest=self.policy.digest if self.policy is not None else None,
+            epoch=self.epoch,
+            paused=self.policy is not None and self.policy.paused_by_caller,
+            adapters=await self.adapters(),
+            routes=self.routes(),
+        )
+
+    async def watch(self) -> AsyncGenerator[WorkerState, None]:
+        """The state now, after every change, and every `HEARTBEAT_S` seconds, until this worker closes."""
         while True:
             changed = self._changed
-            yield self.record()
+            yield await self.snapshot()
             if self._closing:
                 return
-            await changed.wait()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(HEARTBEAT_S):
+                    await changed.wait()
 
     # PolicyAdmin -----------------------------------------------------------------------------------------------------
 

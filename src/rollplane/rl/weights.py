@@ -55,6 +55,7 @@ class PolicyControl:
         self.operations = Operations()
         self.sequence = VersionSequence(receiver.policy_version)
         self.digest: str | None = None
+        self.paused_by_caller = False
         self._state: PolicyState = "ready"
         self._since = clock()
         self._clock = clock
@@ -101,6 +102,11 @@ class PolicyControl:
         Raises:
             Conflict: an update is under way.
         """
+        report = await self._pause(mode, clear_cache=clear_cache)
+        self.paused_by_caller = True
+        return report
+
+    async def _pause(self, mode: PauseMode, *, clear_cache: bool) -> PauseReport:
         if self._state == "failed":
             return PauseReport(mode=mode, already_paused=True)
         if self._state not in ("ready", "pausing", "paused"):
@@ -144,6 +150,7 @@ class PolicyControl:
             if was_paused:
                 await self.receiver.resume()
                 self._enter("ready")
+            self.paused_by_caller = False
             return ResumeReport(was_paused=was_paused, policy_version=self.version)
 
     async def stage(self, path: str, *, operation: Operation | None = None) -> StagedWeights:
@@ -232,7 +239,7 @@ class PolicyControl:
         was_paused = self._state in ("paused", "failed")
         stopped = self._clock()
         if self._state != "failed":
-            await self.pause(mode, clear_cache=clear_cache)
+            await self._pause(mode, clear_cache=clear_cache)
         try:
             await self._apply(staged, version)
         finally:

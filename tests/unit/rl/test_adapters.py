@@ -5,13 +5,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 from safetensors.numpy import save_file
+from tests.unit.rl.fakes import FakeHost
+from tests.waiting import until
 
 from rollplane.errors import Conflict, EngineFailed, InvalidRequest, NotFound
 from rollplane.identity import adapter_digest
 from rollplane.protocol.info import LoraCapability
 from rollplane.rl.adapter_files import inspect_adapter
 from rollplane.rl.adapters import AdapterTable
-from tests.unit.rl.fakes import FakeHost
 
 
 def write_adapter(path: Path, *, rank: int = 2, fill: float = 1.0, declared: int | None = None) -> str:
@@ -42,8 +43,7 @@ async def test_a_reload_flips_the_name_at_once_and_keeps_the_old_generation_for_
             assert (old.engine_name, new.engine_name) == ("a@1", "a@2")
         assert set(host.loaded) == {"a@1", "a@2"}
         assert repr(adapters) == "<AdapterTable 2/4: a@1 draining (1 leases), a@2 ready>"
-    while "a@1" in host.loaded:
-        await asyncio.sleep(0)
+    await until(lambda: "a@1" not in host.loaded)
     assert [record.engine_name for record in adapters.records()] == ["a@2"]
 
 
@@ -62,8 +62,7 @@ async def test_unloading_refuses_new_requests_at_once_and_ends_at_the_last_lease
     await adapters.load("a", write_adapter(tmp_path / "1"))
     async with adapters.lease("a"):
         unloading = asyncio.create_task(adapters.unload("a"))
-        while adapters.current("a") is not None:
-            await asyncio.sleep(0)
+        await until(lambda: adapters.current("a") is None)
         with pytest.raises(NotFound):
             async with adapters.lease("a"):
                 pass
@@ -88,8 +87,7 @@ async def test_without_a_free_slot_the_swap_drains_first(tmp_path: Path) -> None
     await adapters.load("a", write_adapter(tmp_path / "1", fill=1.0))
     async with adapters.lease("a"):
         loading = asyncio.create_task(adapters.load("a", write_adapter(tmp_path / "2", fill=2.0)))
-        while adapters.current("a") is not None:
-            await asyncio.sleep(0)
+        await until(lambda: adapters.current("a") is None)
         assert host.log == ["load a@1"]
     await loading
     assert host.log == ["load a@1", "unload a@1", "load a@2"]

@@ -1,11 +1,12 @@
 import asyncio
 
 import pytest
+from tests.unit.rl.fakes import FakeReceiver
+from tests.waiting import until
 
 from rollplane.errors import Conflict, DeadlineExceeded, EngineDied, EngineFailed, InvalidRequest, Unavailable
 from rollplane.rl.base import Operation
 from rollplane.rl.weights import TRANSITIONS, PolicyControl
-from tests.unit.rl.fakes import FakeReceiver
 
 
 def test_every_state_of_the_table_can_be_left_and_ready_is_entered_only_from_pauses() -> None:
@@ -117,8 +118,7 @@ async def test_a_caller_that_hangs_up_does_not_stop_the_update_and_asking_again_
     control = PolicyControl(receiver)
     operation = Operation(id="op-1", step=1)
     first = asyncio.create_task(control.update_from_disk("/ckpt/1", version="v1", operation=operation))
-    while "apply v1" not in receiver.log:
-        await asyncio.sleep(0)
+    await until(lambda: "apply v1" in receiver.log)
     first.cancel()
     with pytest.raises(asyncio.CancelledError):
         await first
@@ -171,8 +171,7 @@ async def test_requests_wait_from_the_first_moment_of_a_pause_until_the_resume()
     receiver = FakeReceiver(gates={"pause wait": gate})
     control = PolicyControl(receiver)
     pausing = asyncio.create_task(control.pause("wait"))
-    while not receiver.log:
-        await asyncio.sleep(0)
+    await until(lambda: receiver.log)
     assert control.state == "pausing"
     waiting = asyncio.create_task(control.wait_ready())
     gate.set()
@@ -187,8 +186,7 @@ async def test_a_stricter_pause_joins_one_that_is_under_way() -> None:
     receiver = FakeReceiver(gates={"pause wait": gate})
     control = PolicyControl(receiver)
     patient = asyncio.create_task(control.pause("wait"))
-    while not receiver.log:
-        await asyncio.sleep(0)
+    await until(lambda: receiver.log)
     await control.pause("abort")
     assert receiver.log == ["pause wait", "pause abort"]
     assert control.state == "pausing"
