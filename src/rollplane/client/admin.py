@@ -1,0 +1,235 @@
+"""The administration client of a trainer: the same calls to a worker (which act on it) or a frontend (on its fleet)."""
+
+import uuid
+from collections.abc import Mapping
+from types import TracebackType
+from typing import Any, Final, Literal, Self, TypeVar
+
+import msgspec
+
+from rollplane.client.transport import Transport
+from rollplane.errors import TransportError
+from rollplane.protocol.admin import (
+    AdapterRecord,
+    FlushReport,
+    PauseMode,
+    PauseReport,
+    ResumeReport,
+    StagedWeights,
+    UpdateReport,
+    WorkerRecord,
+)
+
+OPERATION_S: Final = 600.0
+"""Limit of a call that changes something, and has none of its own."""
+QUERY_S: Final = 30.0
+
+T = TypeVar("T")
+
+
+class AdminClient:
+    """Administration of one worker or one fleet.
+
+    Every call may be asked for again: a lost connection, 429, 502 or 503 is followed by the same call with the same
+    operation id, and the server does the work once. Leaving an `operation_id` out makes one up per call.
+
+    Args:
+        base_url: the server's address, with or without a trailing `/v1`.
+        admin_key: sent as a bearer token.
+        attempts: how often a call is tried in all.
+        connect_timeout_s: longest wait for a connection.
+
+    Use it as an async context manager, in one event loop.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        admin_key: str | None = None,
+        attempts: int = 4,
+        connect_timeout_s: float = 10.0,
+    ) -> None:
+        self._transport = Transport(base_url, key=admin_key, attempts=attempts, connect_timeout_s=connect_timeout_s)
+
+    def __repr__(self) -> str:
+        return f"<AdminClient {self._transport.base_url}>"
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connections. Idempotent."""
+        await self._transport.close()
+
+    async def pause(
+        self, mode: PauseMode = "keep", *, clear_cache: bool = False, deadline_s: float = OPERATION_S
+    ) -> PauseReport:
+        """Stop making tokens; returns when idle. keep: running requests freeze; wait: they finish; abort: they end."""
+        body = {"mode": mode, "clear_cache": clear_cache}
+        return await self._call("pause_generation", body, PauseReport, limit_s=deadline_s)
+
+    async def resume(self, *, deadline_s: float = OPERATION_S) -> ResumeReport:
+        """Make tokens again.
+
+        Raises:
+            Unavailable: the weights in place are of unknown version.
+        """
+        return await self._call("resume_generation", {}, ResumeReport, limit_s=deadline_s)
+
+    async def update_policy(
+        self,
+        path: str,
+        *,
+        version: str | None = None,
+        mode: PauseMode = "keep",
+        clear_cache: bool = False,
+        on_failure: Literal["rollback", "fence"] = "rollback",
+        operation_id: str | None = None,
+        step: int = 0,
+        expected_digest: str | None = None,
+        epoch: int | None = None,
+        deadline_s: float = OPERATION_S,
+    ) -> UpdateReport:
+        """Replace the weights by a checkpoint directory (safetensors) that the server can read.
+
+        Args:
+            path: the directory, as the server sees it.
+            version: the policy's name from now on; None: the directory's name.
+            mode: what happens to running requests while the weights are put in place, see `pause`.
+            on_failure: of a fleet, when one worker fails: all go back, or it is fenced and the rest go on.
+            operation_id: the same id again waits for the first asking, or gives its answer.
+            expected_digest: refuse other contents.
+
+        Raises:
+            NotFound, InvalidRequest: no such checkpoint, or one that does not fit; nothing changed.
+            Conflict: the operation id was used with other arguments, or the contents are not as expected.
+            EngineFailed: a worker failed; `details` say what each one has now.
+        """
+        body = {
+            "model_path": path,
+            "weight_version": version,
+            "mode": mode,
+            "clear_cache": clear_cache,
+            "on_failure": on_failure,
+            "expected_digest": expected_digest,
+            **_named(operation_id, step=step, epoch=epoch, deadline_s=deadline_s),
+        }
+        return await self._call("update_weights_from_disk", body, UpdateReport, limit_s=deadline_s)
+
+    async def stage_weights(
+        self,
+        path: str,
+        *,
+        operation_id: str | None = None,
+        epoch: int | None = None,
+        deadline_s: float = OPERATION_S,
+    ) -> StagedWeights:
+        """Read and check a checkpoint on a worker while it makes tokens; an update with its digest then uses it."""
+        body = {"model_path": path, **_named(operation_id, step=0, epoch=epoch, deadline_s=deadline_s)}
+        return await self._call("stage_weights", body, StagedWeights, limit_s=deadline_s)
+
+    async def policy_version(self) -> str:
+        """The version that makes tokens now.
+
+        Raises:
+            Conflict: workers disagree (fleet).
+        """
+        answer = await self._post("get_weight_version", {}, limit_s=QUERY_S)
+        version = answer.get("weight_version")
+        if not isinstance(version, str):
+            raise TransportError(f"get_weight_version answered no weight_version but {sorted(answer)}")
+        return version
+
+    async def set_policy_version(self, version: str) -> None:
+        """Change the label only; aborts nothing."""
+        await self._post("set_weight_version", {"weight_version": version}, limit_s=QUERY_S)
+
+    async def flush_cache(self, *, preempt: bool = False) -> FlushReport:
+        """Drop caches that no running request holds; the report says whether it happened."""
+        return await self._call("flush_cache", {"preempt": preempt}, FlushReport, limit_s=OPERATION_S)
+
+    async def abort(self, request_id: str) -> int:
+        """End a request, which answers with what it has; how many live ones had the id."""
+        count = (await self._post("abort_request", {"request_id": request_id}, limit_s=QUERY_S)).get("aborted", 0)
+        return count if isinstance(count, int) else 0
+
+    async def load_adapter(
+        self,
+        name: str,
+        path: str,
+        *,
+        operation_id: str | None = None,
+        step: int = 0,
+        epoch: int | None = None,
+        deadline_s: float = OPERATION_S,
+    ) -> AdapterRecord:
+        """Load files as the next generation of an adapter and make it current; the record of that generation."""
+        named = _named(operation_id, step=step, epoch=epoch, deadline_s=deadline_s)
+        body = {"lora_name": name, "source": {"uri": path}, **named}
+        return await self._call("load_lora", body, AdapterRecord, limit_s=deadline_s, inside="adapter")
+
+    async def unload_adapter(
+        self,
+        name: str,
+        *,
+        operation_id: str | None = None,
+        step: int = 0,
+        epoch: int | None = None,
+        deadline_s: float = OPERATION_S,
+    ) -> AdapterRecord:
+        """Refuse new requests for the name at once; returns when its last request has ended."""
+        body = {"lora_name": name, **_named(operation_id, step=step, epoch=epoch, deadline_s=deadline_s)}
+        return await self._call("unload_lora", body, AdapterRecord, limit_s=deadline_s, inside="adapter")
+
+    async def adapters(self) -> list[AdapterRecord]:
+        """Every generation that is loading, ready or draining."""
+        answer = await self._post("list_loras", {}, limit_s=QUERY_S)
+        return _read(answer.get("adapters"), list[AdapterRecord], what="list_loras")
+
+    async def workers(self) -> list[WorkerRecord]:
+        """The workers behind this address, one for a worker itself."""
+        answer = await self._transport.json("GET", "/v1/rl/workers", limit_s=QUERY_S)
+        found = answer.get("workers") if isinstance(answer, dict) else None
+        return _read(found, list[WorkerRecord], what="/v1/rl/workers")
+
+    async def operation(self, operation_id: str) -> dict[str, str]:
+        """What became of an operation: by step `running`, `done` or the sentence of its error.
+
+        Raises:
+            NotFound: nothing is known of it.
+        """
+        answer = await self._transport.json("GET", f"/v1/rl/operations/{operation_id}", limit_s=QUERY_S)
+        found = answer.get("steps") if isinstance(answer, dict) else None
+        return _read(found, dict[str, str], what="/v1/rl/operations")
+
+    async def _call(
+        self, route: str, body: Mapping[str, Any], kind: type[T], *, limit_s: float, inside: str | None = None
+    ) -> T:
+        answer = await self._post(route, body, limit_s=limit_s)
+        if inside is not None and isinstance(answer.get(inside), dict):
+            answer = answer[inside]
+        return _read(answer, kind, what=route)
+
+    async def _post(self, route: str, body: Mapping[str, Any], *, limit_s: float) -> dict[str, Any]:
+        given = {name: value for name, value in body.items() if value is not None}
+        answer = await self._transport.json("POST", f"/engine/{route}", given, limit_s=limit_s)
+        if not isinstance(answer, dict):
+            raise TransportError(f"{self._transport.base_url}/engine/{route} answered something else than an object")
+        return answer
+
+
+def _named(operation_id: str | None, *, step: int, epoch: int | None, deadline_s: float) -> dict[str, Any]:
+    return {"operation_id": operation_id or uuid.uuid4().hex, "step": step, "epoch": epoch, "deadline_s": deadline_s}
+
+
+def _read(tree: Any, kind: type[T], *, what: str) -> T:
+    try:
+        return msgspec.convert(tree, kind)
+    except msgspec.ValidationError as error:
+        raise TransportError(f"the answer of {what} cannot be read: {error}") from None
