@@ -82,6 +82,8 @@ class StreamReader:
         self._routes_start = routes_start
         self._buffer = bytearray()
         self._prompt_seen = False
+        self._prompt_ids: Int32Array | None = None
+        self._placeholders: dict[str, list[dict[str, Any]]] | None = None
         self._end = EndEvent()
         self.done = False
         """Whether `[DONE]` came."""
@@ -124,14 +126,18 @@ class StreamReader:
                 setattr(self._end, name, value)
         if chunk.rollplane is not None:
             self._end.served_by = chunk.rollplane
+        if chunk.prompt_token_ids is not None:
+            self._prompt_ids = chunk.prompt_token_ids
+        if chunk.mm_placeholders is not None:
+            self._placeholders = chunk.mm_placeholders
         if not self._prompt_seen and chunk.usage is not None:
             self._prompt_seen = True
             details = chunk.usage.prompt_tokens_details
             yield PromptEvent(
                 prompt_tokens=chunk.usage.prompt_tokens,
                 cached_tokens=None if details is None else details.cached_tokens,
-                prompt_token_ids=chunk.prompt_token_ids,
-                mm_placeholders=chunk.mm_placeholders,
+                prompt_token_ids=self._prompt_ids,
+                mm_placeholders=self._placeholders,
             )
         for choice in chunk.choices:
             yield self._event(choice)

@@ -1,0 +1,152 @@
+"""A worker as its fleet sees it: an engine, an administration, and the state it last told."""
+
+import aiohttp
+
+from rollplane.client.admin import AdminClient
+from rollplane.engines.remote import RemoteEngine
+from rollplane.protocol.admin import (
+    AdapterRecord,
+    FlushReport,
+    PauseMode,
+    PauseReport,
+    ResumeReport,
+    StagedWeights,
+    UpdateReport,
+    WorkerRecord,
+)
+from rollplane.protocol.state import WorkerState
+from rollplane.rl.base import OnFailure, Operation
+
+
+class RemoteWorker:
+    """One worker at `base_url`: `engine` makes tokens, and this is its `PolicyAdmin`.
+
+    Args:
+        base_url: the worker's HTTP address.
+        key: bearer token for both planes.
+        frontend: our name in the worker's logs.
+        poll_s: pause between looks at the state of a worker without a state stream.
+        session: connections shared between workers; the caller closes it.
+    """
+
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        key: str | None = None,
+        frontend: str = "",
+        poll_s: float = 1.0,
+        session: aiohttp.ClientSession | None = None,
+    ) -> None:
+        self.url = base_url.rstrip("/")
+        self.engine = RemoteEngine(self.url, key=key, frontend=frontend, poll_s=poll_s, session=session)
+        self._admin = AdminClient(self.url, admin_key=key)
+
+    def __repr__(self) -> str:
+        return f"<RemoteWorker over {self.engine!r}>"
+
+    @property
+    def state(self) -> WorkerState | None:
+        """The last state heard; None before the worker was reached."""
+        return self.engine.state
+
+    @property
+    def reachable(self) -> bool:
+        """Whether the last look at the worker succeeded."""
+        return self.engine.reachable
+
+    async def close(self) -> None:
+        """Drop the connections; the worker itself goes on."""
+        await self.engine.close()
+        await self._admin.close()
+
+    async def refresh(self) -> WorkerState:
+        """Ask for the state now.
+
+        Raises:
+            RollplaneError: the worker cannot be asked.
+        """
+        return await self.engine.refresh()
+
+    async def stage_weights(self, path: str, *, operation: Operation) -> StagedWeights:
+        """Read and check a checkpoint while tokens are made."""
+        return await self._admin.stage_weights(
+            path, operation_id=operation.id, epoch=operation.epoch, deadline_s=operation.deadline_s
+        )
+
+    async def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = False) -> PauseReport:
+        """See `PolicyAdmin.pause`."""
+        return await self._admin.pause(mode, clear_cache=clear_cache)
+
+    async def resume(self) -> ResumeReport:
+        """See `PolicyAdmin.resume`."""
+        return await self._admin.resume()
+
+    async def update_from_disk(
+        self,
+        path: str,
+        *,
+        version: str | None = None,
+        mode: PauseMode = "keep",
+        clear_cache: bool = False,
+        on_failure: OnFailure = "rollback",
+        expected_digest: str | None = None,
+        operation: Operation | None = None,
+    ) -> UpdateReport:
+        """See `PolicyAdmin.update_from_disk`."""
+        operation = operation or Operation()
+        return await self._admin.update_policy(
+            path,
+            version=version,
+            mode=mode,
+            clear_cache=clear_cache,
+            on_failure=on_failure,
+            operation_id=operation.id,
+            step=operation.step,
+            expected_digest=expected_digest,
+            epoch=operation.epoch,
+            deadline_s=operation.deadline_s,
+        )
+
+    async def policy_version(self) -> str:
+        """See `PolicyAdmin.policy_version`."""
+        return await self._admin.policy_version()
+
+    async def set_policy_version(self, version: str) -> None:
+        """See `PolicyAdmin.set_policy_version`."""
+        await self._admin.set_policy_version(version)
+
+    async def flush_cache(self, *, preempt: bool = False) -> FlushReport:
+        """See `PolicyAdmin.flush_cache`."""
+        return await self._admin.flush_cache(preempt=preempt)
+
+    async def workers(self) -> list[WorkerRecord]:
+        """The worker's own record."""
+        return await self._admin.workers()
+
+    async def load_adapter(self, name: str, path: str, *, operation: Operation | None = None) -> AdapterRecord:
+        """See `PolicyAdmin.load_adapter`."""
+        operation = operation or Operation()
+        return await self._admin.load_adapter(
+            name,
+            path,
+            operation_id=operation.id,
+            step=operation.step,
+            epoch=operation.epoch,
+            deadline_s=operation.deadline_s,
+        )
+
+    async def unload_adapter(self, name: str, *, operation: Operation | None = None) -> AdapterRecord:
+        """See `PolicyAdmin.unload_adapter`."""
+        operation = operation or Operation()
+        return await self._admin.unload_adapter(
+            name,
+            operation_id=operation.id,
+            step=operation.step,
+            epoch=operation.epoch,
+            deadline_s=operation.deadline_s,
+        )
+
+    async def adapters(self) -> list[AdapterRecord]:
+        """See `PolicyAdmin.adapters`."""
+        return await self._admin.adapters()
