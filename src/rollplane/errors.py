@@ -8,6 +8,7 @@
     |   |-- Forbidden              403  a key without the scope, or a path outside the allowed roots
     |   |-- NotFound               404  unknown model, adapter, request, route or file
     |   |-- Conflict               409  a state forbids it: a live request id with another body, a version nobody has, a reset that could not reset
+    |   |   `-- PreconditionFailed  409  a worker has another policy version or adapter generation than was asked for
     |   |-- PayloadTooLarge        413  over a body or payload limit; the message says the limit
     |   |-- UnsupportedMedia       415  a content type nobody reads here
     |   `-- IdempotencyMismatch    422  an idempotency key that was used with another body
@@ -26,14 +27,19 @@ Nothing here imports anything of ours. `server.error_responses` is the one place
 `client` the one that turns answers back into these.
 """
 
-from typing import Any, ClassVar
+import math
+from typing import Any, ClassVar, Final
+
+MAX_MESSAGE_CHARS: Final = 2000
+MAX_PARAM_CHARS: Final = 256
 
 
 class RollplaneError(Exception):
     """Base of every error that crosses a boundary of ours.
 
     Args:
-        message: a sentence for a person; names the field, the value's kind and the limit.
+        message: a sentence for a person; names the field, the value's kind and the limit. Cut at `MAX_MESSAGE_CHARS`: a
+            refused value may be megabytes long and its error is logged and sent back.
         param: dotted path of the offending field (`sampling_params.top_k`), or None.
         details: extra numbers for programs (JSON-able), e.g. the versions that exist.
     """
@@ -44,11 +50,15 @@ class RollplaneError(Exception):
     retryable: ClassVar[bool] = False
 
     def __init__(self, message: str, *, param: str | None = None, details: dict[str, Any] | None = None) -> None:
-        super().__init__(message)
-        self.message = message
-        self.param = param
+        super().__init__(_cut(message, MAX_MESSAGE_CHARS))
+        self.message = _cut(message, MAX_MESSAGE_CHARS)
+        self.param = None if param is None else _cut(param, MAX_PARAM_CHARS)
         self.details = details
         self.retry_after_s: float | None = None
+
+
+def _cut(text: str, limit: int) -> str:
+    return text if len(text) <= limit else text[: limit - 3] + "..."
 
 
 class CallerError(RollplaneError):
@@ -251,13 +261,15 @@ def error_from_body(body: dict[str, Any], *, status: int | None = None) -> Rollp
     if cls is None:
         by_status = {c.status: c for c in reversed(list(classes.values()))}
         cls = by_status.get(status or 500, RollplaneError)
-    details = body.get("details")
+    details, param = body.get("details"), body.get("param")
     error = cls(
         str(body.get("message", "no message")),
-        param=body.get("param"),
+        param=param if isinstance(param, str) else None,
         details=details if isinstance(details, dict) else None,
     )
     retry_after_s = body.get("retry_after_s")
-    if isinstance(retry_after_s, (int, float)):
+    if isinstance(retry_after_s, bool) or not isinstance(retry_after_s, (int, float)):
+        return error
+    if 0 <= retry_after_s < math.inf:
         error.retry_after_s = float(retry_after_s)
     return error
