@@ -44,7 +44,12 @@ def decode_msgpack(body: bytes) -> GenerateResponse:
     Raises:
         msgspec.ValidationError, msgspec.DecodeError: not such a body.
     """
-    return _response_decoder.decode(body)
+    try:
+        return _response_decoder.decode(body)
+    except UnicodeDecodeError as error:
+        raise msgspec.DecodeError(str(error)) from None
+    except RecursionError:
+        raise msgspec.DecodeError("the body is nested too deeply") from None
 
 
 def encode_json(response: GenerateResponse, *, routes: Encoding = "structured") -> bytes:

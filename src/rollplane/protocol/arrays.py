@@ -4,7 +4,8 @@ In msgpack an array is the map `{"dtype": str, "shape": [int, ...], "data": bin}
 numpy name (`int32`, `float32`, `uint8`, `uint16`, `bool`). No other dtype crosses a wire of ours.
 """
 
-from typing import Any, get_args
+import math
+from typing import Any, Final, get_args
 
 import msgspec
 import numpy as np
@@ -21,7 +22,8 @@ ExpertArray = np.ndarray[Any, Any]
 
 WIRE_DTYPES = frozenset({"int32", "float32", "uint8", "uint16", "bool", "int64"})
 
-INT32_MAX = 2**31 - 1
+INT32_MAX: Final = 2**31 - 1
+MAX_DIMENSIONS: Final = 8
 
 
 def encode_array(array: npt.NDArray[Any]) -> dict[str, Any]:
@@ -29,8 +31,8 @@ def encode_array(array: npt.NDArray[Any]) -> dict[str, Any]:
     name = array.dtype.name
     if name not in WIRE_DTYPES:
         raise TypeError(f"an array of dtype {name} does not cross the wire; allowed: {sorted(WIRE_DTYPES)}")
-    data = np.ascontiguousarray(array)
-    return {"dtype": name, "shape": list(data.shape), "data": data.reshape(-1).view(np.uint8).data}
+    data = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
+    return {"dtype": name, "shape": list(array.shape), "data": data.reshape(-1).view(np.uint8).data}
 
 
 def decode_array(obj: Any) -> npt.NDArray[Any]:
@@ -42,16 +44,20 @@ def decode_array(obj: Any) -> npt.NDArray[Any]:
     if not isinstance(obj, dict) or set(obj) != {"dtype", "shape", "data"}:
         raise ValueError("an array is a map of dtype, shape and data")
     name, shape, data = obj["dtype"], obj["shape"], obj["data"]
-    if name not in WIRE_DTYPES:
+    if not isinstance(name, str) or name not in WIRE_DTYPES:
         raise ValueError(f"array dtype {name!r} is not one of {sorted(WIRE_DTYPES)}")
     if not isinstance(shape, list) or not all(type(d) is int and d >= 0 for d in shape):
         raise ValueError(f"array shape {shape!r} is not a list of sizes")
+    if len(shape) > MAX_DIMENSIONS:
+        raise ValueError(f"array shape has {len(shape)} dimensions, the limit is {MAX_DIMENSIONS}")
     if not isinstance(data, (bytes, memoryview)):
         raise ValueError(f"array data is a {type(data).__name__}, not bytes")
-    dtype = np.dtype(name)
-    wanted = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    dtype = np.dtype(name).newbyteorder("<")
+    wanted = math.prod(shape) * dtype.itemsize
     if wanted != len(data):
         raise ValueError(f"array of shape {shape} and dtype {name} needs {wanted} bytes, got {len(data)}")
+    if name == "bool" and np.frombuffer(data, dtype=np.uint8).max(initial=0) > 1:
+        raise ValueError("array data of dtype bool holds bytes other than 0 and 1")
     return np.frombuffer(data, dtype=dtype).reshape(shape)
 
 
@@ -64,6 +70,14 @@ def enc_hook(obj: Any) -> Any:
     raise NotImplementedError(f"{type(obj).__name__} does not cross the wire")
 
 
+_ITEMS: Final[dict[str, tuple[tuple[type, ...], str]]] = {
+    "i": ((int,), "integers"),
+    "f": ((int, float), "numbers"),
+    "b": ((bool,), "booleans"),
+}
+"""What a plain list may hold by the kind of dtype: numpy alone would read the string "1.5" as a number."""
+
+
 def dec_hook(kind: Any, obj: Any) -> Any:
     """msgspec hook: wire maps become arrays; a plain list of integers or numbers is taken too (small clients)."""
     origin = getattr(kind, "__origin__", kind)
@@ -71,11 +85,13 @@ def dec_hook(kind: Any, obj: Any) -> Any:
         raise NotImplementedError(f"{kind} does not cross the wire")
     wanted = _wanted_dtype(kind)
     if isinstance(obj, list) and wanted is not None:
-        if wanted.kind == "i" and not all(type(x) is int for x in obj):
-            raise ValueError("expected integers")
+        allowed, says = _ITEMS[wanted.kind]
+        if not all(type(x) in allowed for x in obj):
+            raise ValueError(f"expected {says}")
         try:
-            return np.array(obj, dtype=wanted)
-        except (OverflowError, ValueError, TypeError) as error:
+            with np.errstate(over="raise"):
+                return np.array(obj, dtype=wanted)
+        except (OverflowError, FloatingPointError, ValueError, TypeError) as error:
             raise ValueError(f"not an array of {wanted.name}: {error}") from None
     array = decode_array(obj)
     if wanted is not None and array.dtype != wanted:

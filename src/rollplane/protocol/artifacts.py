@@ -8,6 +8,7 @@ the number of rows.
 import base64
 import io
 import itertools
+import math
 from typing import Any
 
 import msgspec
@@ -102,7 +103,7 @@ def encode_routes_structured(routes: RoutedExperts) -> dict[str, Any]:
 
     Clients search the body for the bytes `"routed_experts":{"data":"`, so the key order is part of the contract.
     """
-    array = np.ascontiguousarray(routes.array)
+    array = np.ascontiguousarray(routes.array, dtype=routes.array.dtype.newbyteorder("<"))
     return {
         "data": pybase64.b64encode_as_string(array.reshape(-1).view(np.uint8).data),
         "shape": list(array.shape),
@@ -117,6 +118,8 @@ def decode_routes_structured(obj: dict[str, Any]) -> RoutedExperts:
     Raises:
         ValueError: a key is missing, the dtype is not an expert dtype, or the bytes do not fill the shape.
     """
+    if not isinstance(obj, dict):
+        raise ValueError(f"routed_experts is a {type(obj).__name__}, not an object")
     missing = {"data", "shape", "start", "dtype"} - set(obj)
     if missing:
         raise ValueError(f"routed_experts lacks {sorted(missing)}")
@@ -131,8 +134,8 @@ def decode_routes_structured(obj: dict[str, Any]) -> RoutedExperts:
         data = pybase64.b64decode(obj["data"], validate=True)
     except (ValueError, TypeError) as error:
         raise ValueError(f"routed_experts.data is not base64: {error}") from None
-    dtype = np.dtype(obj["dtype"])
-    wanted = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    dtype = np.dtype(obj["dtype"]).newbyteorder("<")
+    wanted = math.prod(shape) * dtype.itemsize
     if len(data) != wanted:
         raise ValueError(f"routed_experts.shape {shape} of {dtype.name} needs {wanted} bytes, got {len(data)}")
     return RoutedExperts(array=np.frombuffer(data, dtype=dtype).reshape(shape), start=obj["start"])
@@ -154,13 +157,15 @@ def decode_routes_npy(text: str, *, start: int = 0) -> RoutedExperts:
     try:
         data = base64.b64decode(text, validate=True)
         array = np.load(io.BytesIO(data), allow_pickle=False)
-    except (ValueError, TypeError, EOFError, OSError) as error:
+    except (ValueError, TypeError, EOFError, OSError, OverflowError, MemoryError, SyntaxError) as error:
         raise ValueError(f"routed_experts is not a base64 .npy file: {error}") from None
     if not isinstance(array, np.ndarray) or array.ndim != 3 or array.dtype.kind not in "ui":
         raise ValueError(
             f"routed_experts is not a [rows, layers, top_k] integer array: {getattr(array, 'shape', None)}"
         )
-    return RoutedExperts(array=array, start=start)
+    if not array.dtype.isnative or array.dtype.name not in ("uint8", "uint16", "int32"):
+        array = narrow_expert_ids(array)
+    return RoutedExperts(array=np.ascontiguousarray(array), start=start)
 
 
 def concat_offsets(parts: list[Int32Array]) -> Int32Array:

@@ -51,6 +51,9 @@ class _Envelope(msgspec.Struct, forbid_unknown_fields=True):
     mm_metadata: dict[str, list[str | None]] | None = None
 
 
+_payload_decoder = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
+
+
 def parse_features(
     obj: Any, *, prompt_tokens: int, max_bytes: int = DEFAULT_MAX_FEATURE_BYTES, root: str = "features"
 ) -> list[MediaItem]:
@@ -69,6 +72,8 @@ def parse_features(
         envelope = msgspec.convert(obj, _Envelope, strict=True)
     except msgspec.ValidationError as error:
         raise invalid_from_msgspec(error, root=root) from None
+    except RecursionError:
+        raise InvalidRequest(f"{root} is nested too deeply", param=root) from None
     _check_shape(envelope, root=root)
     items: list[MediaItem] = []
     total = 0
@@ -81,6 +86,8 @@ def parse_features(
             kwargs = _decode(kwargs_list[i], param=f"{root}.kwargs_data.{modality}[{i}]")
             metadata = _decode(metadata_list[i], param=f"{root}.mm_metadata.{modality}[{i}]")
             total += len(kwargs or b"") + len(metadata or b"")
+            if kwargs is not None:
+                _check_payload(kwargs, param=f"{root}.kwargs_data.{modality}[{i}]")
             if total > max_bytes:
                 raise PayloadTooLarge(
                     f"{root}: the decoded payloads are over the limit of {max_bytes} bytes", param=root
@@ -102,6 +109,28 @@ def parse_features(
                 )
             )
     items.sort(key=lambda item: item.offset)
+    _check_overlap(items, root=root)
+    return items
+
+
+def check_items(items: list[MediaItem], *, prompt_tokens: int, root: str = "features") -> None:
+    """Hold items that came over the internal hop to what `parse_features` promises of them.
+
+    Raises:
+        InvalidRequest: an unknown modality, a range outside the prompt, a mask of another length, or an overlap.
+    """
+    if not items:
+        raise InvalidRequest(f"{root} has no items; leave {root} out for text", param=root)
+    for i, item in enumerate(items):
+        if item.modality not in MODALITIES:
+            raise InvalidRequest(f"{root}[{i}].modality is {item.modality!r}", param=f"{root}[{i}].modality")
+        if item.is_embed is not None and item.is_embed.ndim != 1:
+            raise InvalidRequest(f"{root}[{i}].is_embed has {item.is_embed.ndim} dimensions", param=f"{root}[{i}]")
+        _check_range(item, prompt_tokens=prompt_tokens, where=f"{root}[{i}]")
+    _check_overlap(items, root=root)
+
+
+def _check_overlap(items: list[MediaItem], *, root: str) -> None:
     for before, after in itertools.pairwise(items):
         if before.offset + before.length > after.offset:
             raise InvalidRequest(
@@ -109,7 +138,6 @@ def parse_features(
                 f"[{after.offset}, {after.offset + after.length})",
                 param=f"{root}.mm_placeholders",
             )
-    return items
 
 
 def _check_shape(envelope: _Envelope, *, root: str) -> None:
@@ -149,7 +177,7 @@ def _check_shape(envelope: _Envelope, *, root: str) -> None:
             raise InvalidRequest(f"{root}.mm_hashes.{modality} is empty", param=f"{root}.mm_hashes.{modality}")
 
 
-def _check_range(place: _Placeholder, *, prompt_tokens: int, where: str) -> None:
+def _check_range(place: _Placeholder | MediaItem, *, prompt_tokens: int, where: str) -> None:
     if place.offset < 0:
         raise InvalidRequest(f"{where}.offset must be >= 0, got {place.offset}", param=f"{where}.offset")
     if place.length <= 0:
@@ -165,8 +193,16 @@ def _check_range(place: _Placeholder, *, prompt_tokens: int, where: str) -> None
                 f"{where}.is_embed has {len(place.is_embed)} entries for a placeholder of {place.length}",
                 param=f"{where}.is_embed",
             )
-        if not any(place.is_embed):
+        if not np.any(place.is_embed):
             raise InvalidRequest(f"{where}.is_embed marks no position", param=f"{where}.is_embed")
+
+
+def _check_payload(kwargs: bytes, *, param: str) -> None:
+    """A payload is one msgpack map, field name to field; what the fields hold is the engine's to read."""
+    try:
+        _payload_decoder.decode(kwargs)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"{param} does not decode as a msgpack map: {error}", param=param) from None
 
 
 def _decode(text: str | None, *, param: str) -> bytes | None:

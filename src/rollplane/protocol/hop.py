@@ -6,6 +6,7 @@ is an `ErrorEvent` and always the last of its frame. Both sides name `WIRE_VERSI
 body is read.
 """
 
+import math
 import struct
 from collections.abc import Iterator, Sequence
 from typing import Final
@@ -16,7 +17,7 @@ from rollplane.errors import InvalidRequest, TransportError
 from rollplane.protocol.answer import WIRE_VERSION
 from rollplane.protocol.arrays import dec_hook, enc_hook
 from rollplane.protocol.events import HopEvent
-from rollplane.protocol.request import GenerateRequest
+from rollplane.protocol.request import GenerateRequest, check_carried
 
 FRAMES: Final = "application/x-rollplane-frames"
 WIRE_HEADER: Final = "x-rollplane-wire"
@@ -50,14 +51,19 @@ def decode_hop_request(body: bytes) -> HopRequest:
     """The request in an internal body.
 
     Raises:
-        InvalidRequest: not such a body, or another wire version.
+        InvalidRequest: not such a body, another wire version, or a request that `parse_request` would refuse.
     """
     try:
         hop = _request_decoder.decode(body)
-    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"the internal envelope cannot be read: {error}") from None
+    except RecursionError:
+        raise InvalidRequest("the internal envelope is nested too deeply") from None
     if hop.wire != WIRE_VERSION:
         raise InvalidRequest(f"the frontend speaks wire version {hop.wire}, this worker {WIRE_VERSION}")
+    if hop.deadline_s is not None and not math.isfinite(hop.deadline_s):
+        raise InvalidRequest(f"the internal envelope's deadline_s must be finite, got {hop.deadline_s!r}")
+    check_carried(hop.request)
     return hop
 
 
@@ -79,12 +85,13 @@ class FrameReader:
         return f"<FrameReader {len(self._buffer)} bytes waiting>"
 
     def feed(self, data: bytes) -> Iterator[list[HopEvent]]:
-        """The events of every frame that is now whole.
+        """The events of every frame that is now whole. All of them are taken out of the buffer before this returns.
 
         Raises:
             TransportError: a frame over the limit, or one that cannot be read.
         """
         self._buffer += data
+        found: list[list[HopEvent]] = []
         at = 0
         while len(self._buffer) - at >= _LENGTH.size:
             (length,) = _LENGTH.unpack_from(self._buffer, at)
@@ -93,10 +100,12 @@ class FrameReader:
             end = at + _LENGTH.size + length
             if len(self._buffer) < end:
                 break
-            body = bytes(self._buffer[at + _LENGTH.size : end])
+            with memoryview(self._buffer) as whole:
+                body = bytes(whole[at + _LENGTH.size : end])
             at = end
-            yield decode_events(body)
+            found.append(decode_events(body))
         del self._buffer[:at]
+        return iter(found)
 
     def finish(self) -> None:
         """The stream ended.
@@ -116,5 +125,7 @@ def decode_events(body: bytes) -> list[HopEvent]:
     """
     try:
         return _events_decoder.decode(body)
-    except (msgspec.ValidationError, msgspec.DecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise TransportError(f"a frame cannot be read: {error}") from None
+    except RecursionError:
+        raise TransportError("a frame is nested too deeply") from None

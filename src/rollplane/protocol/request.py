@@ -16,8 +16,9 @@ import xxhash
 
 from rollplane.errors import InvalidRequest, PayloadTooLarge, UnsupportedMedia
 from rollplane.protocol.arrays import INT32_MAX, Int32Array, dec_hook
-from rollplane.protocol.features import DEFAULT_MAX_FEATURE_BYTES, MediaItem, parse_features
-from rollplane.protocol.sampling import SamplingParams, invalid_from_msgspec, parse_sampling
+from rollplane.protocol.features import DEFAULT_MAX_FEATURE_BYTES, MediaItem, check_items, parse_features
+from rollplane.protocol.opaque import check_opaque
+from rollplane.protocol.sampling import SamplingParams, check_sampling, invalid_from_msgspec, parse_sampling
 from rollplane.protocol.versions import check_version_name
 
 JSON: Final = "application/json"
@@ -28,6 +29,8 @@ MAX_SALT_CHARS: Final = 1024
 MAX_NAME_CHARS: Final = 1024
 MAX_TRANSFER_BYTES: Final = 1 << 20
 MAX_CONTENT_PARTS: Final = 256
+MAX_EXTRA_FIELDS: Final = 64
+MAX_TRACEPARENT_CHARS: Final = 256
 
 Encoding = Literal["structured", "npy"]
 
@@ -120,6 +123,9 @@ class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 _JSON_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _MSGPACK_FIELDS = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
+_JSON_RAW = msgspec.json.Decoder(msgspec.Raw)
+_BLANKS: Final = b" \t\r\n"
+_INTEGER_TEXT: Final = b"0123456789-," + _BLANKS
 
 _KNOWN: Final[dict[str, Any]] = {
     "request_id": str | None,
@@ -153,6 +159,8 @@ class _Body:
             raise InvalidRequest("the body must be an object") from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise InvalidRequest(f"the body is not {'JSON' if self.is_json else 'msgpack'}: {error}") from None
+        except RecursionError:
+            raise InvalidRequest("the body is nested too deeply") from None
 
     def known(self, name: str) -> Any:
         """The typed value of a known field; None where omitted or null."""
@@ -166,50 +174,84 @@ class _Body:
             raise invalid_from_msgspec(error, root=name) from None
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
             raise InvalidRequest(f"{name} cannot be decoded: {error}", param=name) from None
+        except RecursionError:
+            raise InvalidRequest(f"{name} is nested too deeply", param=name) from None
 
     def any(self, name: str) -> Any:
         """The untyped value of a field; None where omitted or null."""
         raw = self.fields.get(name)
-        if raw is None:
-            return None
+        return None if raw is None else self._decode_any(raw, param=name)
+
+    def _decode_any(self, raw: msgspec.Raw, *, param: str, split: bool = True) -> Any:
         try:
             return msgspec.json.decode(raw) if self.is_json else msgspec.msgpack.decode(raw)
         except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise InvalidRequest(f"{name} cannot be decoded: {error}", param=name) from None
+            if split:
+                self._decode_members(raw, param=param)
+            raise InvalidRequest(f"{param} cannot be decoded: {error}", param=param) from None
+        except RecursionError:
+            raise InvalidRequest(f"{param} is nested too deeply", param=param) from None
+
+    def _decode_members(self, raw: msgspec.Raw, *, param: str) -> None:
+        """Of an object that cannot be decoded, decode each member, so that the error names the one."""
+        try:
+            members = (_JSON_FIELDS if self.is_json else _MSGPACK_FIELDS).decode(raw)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+            return
+        for name, member in members.items():
+            self._decode_any(member, param=f"{param}.{name}", split=False)
 
     def token_ids(self) -> Int32Array:
         raw = self.fields.get("token_ids")
         if raw is None:
             raise InvalidRequest("token_ids is required", param="token_ids")
         if self.is_json:
-            return parse_token_ids(memoryview(raw))
+            return _ids_of_json(bytes(raw))
         try:
             ids = _MSGPACK_TOKENS.decode(raw)
-        except (msgspec.ValidationError, msgspec.DecodeError) as error:
+        except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError) as error:
             raise InvalidRequest(f"token_ids: {error}", param="token_ids") from None
-        return _check_ids(ids.astype(np.int64))
+        except RecursionError:
+            raise InvalidRequest("token_ids is nested too deeply", param="token_ids") from None
+        return check_token_ids(ids)
 
 
 def parse_token_ids(raw: bytes | memoryview) -> Int32Array:
-    """The int32 array of a JSON array of token ids; only digits, commas, minus signs and blanks may stand in it.
+    """The int32 array of a JSON array of token ids.
 
     Raises:
-        InvalidRequest: naming the first entry that is not an integer in [0, 2**31 - 1].
+        InvalidRequest: not JSON, or naming the first entry that is not an integer in [0, 2**31 - 1].
     """
-    text = bytes(raw).strip()
-    if not (text.startswith(b"[") and text.endswith(b"]")):
+    try:
+        _JSON_RAW.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"token_ids cannot be decoded: {error}", param="token_ids") from None
+    except RecursionError:
+        raise InvalidRequest("token_ids is nested too deeply", param="token_ids") from None
+    return _ids_of_json(bytes(raw))
+
+
+def _ids_of_json(raw: bytes) -> Int32Array:
+    """The ids in the text of one JSON value whose syntax was checked before.
+
+    numpy's number reader alone is too kind: it takes `+1`, `007`, `-` as 0, and before numpy 2.3 it stops at `2.5` and
+    answers 2. In valid JSON, an array of nothing but digits, minus signs, commas and blanks holds integers only.
+    """
+    text = raw.strip(_BLANKS)
+    inner = text[1:-1].strip(_BLANKS)
+    if not text.startswith(b"[") or inner.translate(None, _INTEGER_TEXT):
         _refuse_token_ids(text)
-    inner = text[1:-1].strip()
     if not inner:
         raise InvalidRequest("token_ids must not be empty", param="token_ids")
-    try:
-        ids = np.fromstring(inner, dtype=np.int64, sep=",")
-    except ValueError:
-        _refuse_token_ids(text)
-    return _check_ids(ids)
+    return check_token_ids(np.fromstring(inner, dtype=np.int64, sep=","))
 
 
-def _check_ids(ids: np.ndarray[Any, np.dtype[np.int64]]) -> Int32Array:
+def check_token_ids(ids: np.ndarray[Any, Any]) -> Int32Array:
+    """The prompt as int32 [prompt].
+
+    Raises:
+        InvalidRequest: not one dimension, empty, or naming the first id outside [0, 2**31 - 1].
+    """
     if ids.ndim != 1:
         raise InvalidRequest(f"token_ids must have one dimension, has {ids.ndim}", param="token_ids")
     if ids.size == 0:
@@ -217,18 +259,21 @@ def _check_ids(ids: np.ndarray[Any, np.dtype[np.int64]]) -> Int32Array:
     low, high = int(ids.min()), int(ids.max())
     if low < 0 or high > INT32_MAX:
         bad = int(np.flatnonzero((ids < 0) | (ids > INT32_MAX))[0])
-        raise InvalidRequest(
-            f"token_ids[{bad}] is {int(ids[bad])}, outside [0, {INT32_MAX}]", param=f"token_ids[{bad}]"
-        )
-    return ids.astype(np.int32)
+        value = int(ids[bad])
+        # The reader saturates at 64 bits, so the largest value may stand for any number.
+        shown = "" if value == 2**63 - 1 else f"{value}, "
+        raise InvalidRequest(f"token_ids[{bad}] is {shown}outside [0, {INT32_MAX}]", param=f"token_ids[{bad}]")
+    return ids.astype(np.int32, copy=False)
 
 
 def _refuse_token_ids(text: bytes) -> NoReturn:
     """Say which entry is not an integer: the slow way, taken only for bad input."""
     try:
         values = msgspec.json.decode(text)
-    except msgspec.DecodeError as error:
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest(f"token_ids cannot be decoded: {error}", param="token_ids") from None
+    except RecursionError:
+        raise InvalidRequest("token_ids is nested too deeply", param="token_ids") from None
     if not isinstance(values, list):
         raise InvalidRequest(f"token_ids must be an array of integers, got {_kind(values)}", param="token_ids")
     for i, value in enumerate(values):
@@ -296,16 +341,42 @@ def parse_request(
         kv_transfer_params=_transfer_params(fields, "kv_transfer_params"),
         ec_transfer_params=_transfer_params(fields, "ec_transfer_params"),
         options=options,
-        extra={
-            name: fields.any(name)
-            for name in fields.fields
-            if name not in _KNOWN and name not in ("token_ids", "sampling_params", "features")
-        },
+        extra=_extra(fields),
         body_digest=xxhash.xxh3_128_hexdigest(body),
         data_parallel_rank=_rank(headers.get("x-data-parallel-rank")),
         idempotency_key=_header_text(headers.get("idempotency-key"), name="Idempotency-Key"),
-        traceparent=headers.get("traceparent"),
+        traceparent=_traceparent(headers.get("traceparent")),
     )
+
+
+def check_carried(request: GenerateRequest) -> None:
+    """Hold a request that came over the internal hop to what `parse_request` promises of its arrays and numbers.
+
+    Raises:
+        InvalidRequest: naming the field, the value's kind and the limit.
+    """
+    check_token_ids(request.token_ids)
+    check_sampling(request.sampling)
+    if request.features is not None:
+        check_items(request.features, prompt_tokens=request.prompt_tokens)
+
+
+def _extra(fields: _Body) -> dict[str, Any]:
+    """The fields nobody here knows, for an engine that may take them."""
+    names = [n for n in fields.fields if n not in _KNOWN and n not in ("token_ids", "sampling_params", "features")]
+    if len(names) > MAX_EXTRA_FIELDS:
+        raise InvalidRequest(
+            f"the body has {len(names)} unknown fields, the limit is {MAX_EXTRA_FIELDS}; one is {names[0]}"
+        )
+    extra = {name: fields.any(name) for name in names}
+    for name, value in extra.items():
+        check_opaque(value, param=name)
+    return extra
+
+
+def _traceparent(text: str | None) -> str | None:
+    """The trace context; one that cannot be valid is dropped, as W3C Trace Context asks, and never fails a request."""
+    return text if text is not None and len(text) <= MAX_TRACEPARENT_CHARS and text.isascii() else None
 
 
 def _request_id(header: str | None, field: str | None) -> str:
@@ -431,23 +502,5 @@ def _transfer_params(fields: _Body, name: str) -> dict[str, Any] | None:
         raise PayloadTooLarge(f"{name} has {len(memoryview(raw))} bytes, the limit is {MAX_TRANSFER_BYTES}", param=name)
     value: dict[str, Any] | None = fields.known(name)
     if value is not None:
-        check_bounded_numbers(value, param=name)
+        check_opaque(value, param=name)
     return value
-
-
-def check_bounded_numbers(value: Any, *, param: str) -> None:
-    """Refuse numbers in an opaque object that some hop could not carry exactly.
-
-    Raises:
-        InvalidRequest: a non-finite number, or an integer outside 64 bits.
-    """
-    if isinstance(value, dict):
-        for key, inner in value.items():
-            check_bounded_numbers(inner, param=f"{param}.{key}")
-    elif isinstance(value, list):
-        for i, inner in enumerate(value):
-            check_bounded_numbers(inner, param=f"{param}[{i}]")
-    elif isinstance(value, float) and not math.isfinite(value):
-        raise InvalidRequest(f"{param} must be a finite number, got {value!r}", param=param)
-    elif type(value) is int and not -(2**63) <= value < 2**64:
-        raise InvalidRequest(f"{param} must be a 64-bit integer, got {value}", param=param)

@@ -12,6 +12,8 @@ import msgspec
 from msgspec import UNSET, UnsetType
 
 from rollplane.errors import InvalidRequest
+from rollplane.protocol.arrays import INT32_MAX
+from rollplane.protocol.opaque import check_opaque
 
 Maybe = UnsetType | None
 
@@ -92,6 +94,18 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
 
 FIELD_NAMES: Final[tuple[str, ...]] = SamplingParams.__struct_fields__
 
+OPAQUE_FIELDS: Final = ("structured_outputs", "extra_args", "repetition_detection", "watermarking")
+"""Handed on as they are, so only what JSON can say, and only so deep."""
+
+ID_FIELDS: Final = (
+    "stop_token_ids",
+    "allowed_token_ids",
+    "logit_bias",
+    "logprob_token_ids",
+    "prompt_logprob_token_ids",
+)
+"""Fields that hold token ids (`logit_bias` as keys)."""
+
 _NUMBER_RANGES: Final[dict[str, tuple[float, float, str]]] = {
     "presence_penalty": (-2.0, 2.0, "in [-2, 2]"),
     "frequency_penalty": (-2.0, 2.0, "in [-2, 2]"),
@@ -126,13 +140,14 @@ def parse_sampling(obj: dict[str, Any], *, drop_unknown: bool = False) -> Sampli
     """
     fields = dict(obj)
     kind = fields.pop("output_kind", None)
-    if kind not in (None, 2) or isinstance(kind, bool):
+    if kind is not None and not (type(kind) is int and kind == 2):
         _refuse("output_kind", f"must be 2 (final only) or absent, got {kind!r}; streaming is chosen with `stream`")
     ids = fields.pop("return_token_ids", None)
     if ids is not None and ids is not True:
         _refuse("return_token_ids", f"must be true or absent, got {ids!r}: token ids are what this route returns")
-    if "vllm_xargs" in fields:
-        fields["extra_args"] = _merge_extra_args(fields.get("extra_args"), fields.pop("vllm_xargs"))
+    xargs = fields.pop("vllm_xargs", None)
+    if xargs is not None:
+        fields["extra_args"] = _merge_extra_args(fields.get("extra_args"), xargs)
     unknown = [name for name in fields if name not in FIELD_NAMES]
     if unknown:
         if not drop_unknown:
@@ -142,10 +157,15 @@ def parse_sampling(obj: dict[str, Any], *, drop_unknown: bool = False) -> Sampli
             )
         for name in unknown:
             del fields[name]
+    for name in OPAQUE_FIELDS:
+        if name in fields:
+            check_opaque(fields[name], param=f"sampling_params.{name}")
     try:
         params = msgspec.convert(fields, SamplingParams, strict=True, str_keys=True)
     except msgspec.ValidationError as error:
         raise invalid_from_msgspec(error, root="sampling_params") from None
+    except RecursionError:
+        raise InvalidRequest("sampling_params is nested too deeply", param="sampling_params") from None
     check_sampling(params)
     return params
 
@@ -173,6 +193,14 @@ def check_sampling(params: SamplingParams) -> None:
     max_tokens, min_tokens = params.get("max_tokens"), params.get("min_tokens", 0)
     if max_tokens is not None and min_tokens > max_tokens:
         _refuse("min_tokens", f"is {min_tokens}, over max_tokens {max_tokens}")
+    seed = params.get("seed")
+    if seed is not None and seed + params.choices - 1 > INT64_MAX:
+        _refuse("seed", f"is {seed}: the seed of choice {params.choices - 1}, seed + index, is no 64-bit integer")
+    for name in ID_FIELDS:
+        ids = params.get(name)
+        if ids and not (min(ids) >= 0 and max(ids) <= INT32_MAX):
+            bad = next(x for x in ids if not 0 <= x <= INT32_MAX)
+            _refuse(name, f"holds {bad}, outside [0, {INT32_MAX}]")
     for token_id, bias in params.get("logit_bias", {}).items():
         if not math.isfinite(bias):
             _refuse("logit_bias", f"of token {token_id} must be finite, got {bias!r}")
@@ -192,9 +220,7 @@ def _check_stop(stop: list[str]) -> None:
             _refuse(f"stop[{i}]", f"must have 1 to {MAX_STOP_CHARS} characters, has {len(text)}")
 
 
-def _merge_extra_args(extra: Any, xargs: Any) -> dict[str, Any] | None:
-    if xargs is None:
-        return extra if isinstance(extra, dict) else None
+def _merge_extra_args(extra: Any, xargs: Any) -> dict[str, Any]:
     if not isinstance(xargs, dict):
         _refuse("vllm_xargs", f"must be an object, got {type(xargs).__name__}")
     if extra is None:
@@ -213,6 +239,7 @@ def _refuse(name: str, says: str) -> None:
 
 def invalid_from_msgspec(error: msgspec.ValidationError | msgspec.DecodeError, *, root: str) -> InvalidRequest:
     """Our error for a value that msgspec refused: its sentence, with the path rooted at the field's public name."""
-    text, _, path = str(error).partition(" - at `")
-    where = root + path.rstrip("`").removeprefix("$") if path else root
+    text, _, path = str(error).rpartition(" - at `")
+    path = path.rpartition("` in `$")[2].rstrip("`").removeprefix("$")
+    where = root + path
     return InvalidRequest(f"{where}: {text[:1].lower()}{text[1:]}", param=where)
