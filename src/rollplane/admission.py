@@ -10,7 +10,7 @@ import numpy as np
 
 from rollplane.errors import ContextOverflow, InvalidRequest
 from rollplane.protocol.info import EngineInfo
-from rollplane.protocol.request import GenerateRequest
+from rollplane.protocol.request import GenerateRequest, check_token_ids
 
 _ALWAYS_FINE: Final = frozenset(
     {
@@ -37,6 +37,7 @@ _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "min_p": (0.0,),
     "top_p": (1.0,),
     "top_k": (0, -1),
+    "temperature": (1.0,),
     "min_tokens": (0,),
     "ignore_eos": (False,),
     "skip_reading_prefix_cache": (False,),
@@ -87,8 +88,11 @@ def wants_mask(request: GenerateRequest, info: EngineInfo) -> bool:
     return info.capabilities.sampling_mask and not request.scores_only
 
 
-def effective_sampling(request: GenerateRequest, info: EngineInfo) -> dict[str, Any]:
-    """The parameters that were applied, neutral defaults filled in (no `generation_config.json` here)."""
+def effective_sampling(request: GenerateRequest, info: EngineInfo, *, cap: int | None = None) -> dict[str, Any]:
+    """The parameters that were applied, neutral defaults filled in (no `generation_config.json` here).
+
+    `cap`: the server's limit on `max_tokens`, where it has one.
+    """
     given = request.sampling.given()
     defaults: dict[str, Any] = {
         "n": 1,
@@ -106,7 +110,7 @@ def effective_sampling(request: GenerateRequest, info: EngineInfo) -> dict[str, 
         **defaults,
         **given,
         "top_k": request.sampling.top_k_limit,
-        "max_tokens": resolve_max_tokens(request, info),
+        "max_tokens": resolve_max_tokens(request, info, cap=cap),
     }
 
 
@@ -127,6 +131,7 @@ def request_warnings(request: GenerateRequest, info: EngineInfo) -> list[str]:
 
 
 def _check_prompt(request: GenerateRequest, info: EngineInfo) -> None:
+    check_token_ids(request.token_ids)
     tokens = request.prompt_tokens
     high = int(request.token_ids.max())
     if high >= info.vocab_bound:

@@ -13,7 +13,7 @@ from rollplane.errors import EngineProtocolError
 from rollplane.protocol.arrays import Int32Array, empty_int32
 from rollplane.protocol.artifacts import Alternatives, TokenLogprobs, concat_offsets
 from rollplane.protocol.events import ChoiceEvent, EndEvent, Event, PromptEvent
-from rollplane.protocol.invariants import check_choice, check_response
+from rollplane.protocol.invariants import check_choice, check_prompt, check_response, check_token_ids
 from rollplane.protocol.response import Choice, GenerateResponse, Usage
 
 
@@ -91,11 +91,19 @@ class Fold:
                 raise EngineProtocolError(
                     f"the prompt has {self.plan.prompt_tokens} tokens, the engine says {event.prompt_tokens}"
                 )
+            if self._done:
+                raise EngineProtocolError(f"the prompt was announced after the choices {sorted(self._done)} ended")
+            check_prompt(event.prompt_token_ids, event.prompt_logprobs, prompt_tokens=event.prompt_tokens)
             self._prompt = event
             return None
+        if not isinstance(event, EndEvent):
+            raise EngineProtocolError(f"{type(event).__name__} is no event of a request")
         missing = [i for i in range(self.plan.choices) if i not in self._done]
         if missing:
             raise EngineProtocolError(f"the request ended without a terminal event for the choices {missing}")
+        lacking = [i for i, choice in sorted(self._done.items()) if choice.routed_experts is None]
+        if 0 < len(lacking) < self.plan.choices:
+            raise EngineProtocolError(f"choices {lacking} lack routed experts, the others have them")
         self._end = event
         return None
 
@@ -106,7 +114,8 @@ class Fold:
         if index in self._done:
             raise EngineProtocolError(f"choice {index} has an event after its terminal one")
         choice = self._choices.setdefault(index, _Open())
-        if event.logprobs is not None and event.logprobs.values.size != event.token_ids.size:
+        check_token_ids(event.token_ids, where=f"choice {index}")
+        if event.logprobs is not None and event.logprobs.values.shape != event.token_ids.shape:
             raise EngineProtocolError(
                 f"choice {index}: {event.logprobs.values.size} logprobs for {event.token_ids.size} tokens"
             )
@@ -227,7 +236,8 @@ def concat_logprobs(parts: list[TokenLogprobs]) -> TokenLogprobs:
     """The logprobs of concatenated deltas; CSR offsets of alternatives are rebased.
 
     Raises:
-        EngineProtocolError: some deltas have ranks or alternatives and others have not.
+        EngineProtocolError: some deltas have ranks or alternatives and others have not, or a delta's do not fit its
+            tokens (which errors of opposite sign in two deltas would hide in the whole).
     """
     full = [part for part in parts if part.values.size]
     if len(full) == 1:
@@ -238,6 +248,18 @@ def concat_logprobs(parts: list[TokenLogprobs]) -> TokenLogprobs:
     with_top = [part.alternatives for part in full if part.alternatives is not None]
     if len(with_ranks) not in (0, len(full)) or len(with_top) not in (0, len(full)):
         raise EngineProtocolError("some deltas carry ranks or alternatives and others do not")
+    for part in full:
+        top, rows = part.alternatives, part.values.size
+        if part.ranks is not None and part.ranks.size != rows:
+            raise EngineProtocolError(f"a delta of {rows} tokens has {part.ranks.size} ranks")
+        if top is not None and (
+            top.offsets.size != rows + 1
+            or top.offsets[0] != 0
+            or not top.offsets[-1] == top.ids.size == top.values.size
+        ):
+            raise EngineProtocolError(
+                f"a delta of {rows} tokens has {top.offsets.size} offsets, {top.ids.size} ids, {top.values.size} values"
+            )
     return TokenLogprobs(
         values=np.concatenate([part.values for part in full]),
         ranks=np.concatenate(with_ranks) if with_ranks else None,

@@ -57,10 +57,31 @@ def check_response(
         )
     for choice in response.choices:
         check_choice(choice, prompt_tokens=prompt, logprobs=logprobs, mask=mask, routes_start=routes_start)
-    if prompt_logprobs:
-        if response.prompt_logprobs is None:
-            raise EngineProtocolError("prompt logprobs were asked for and are missing")
-        check_prompt_logprobs(response.prompt_logprobs, prompt_tokens=prompt)
+    if prompt_logprobs and response.prompt_logprobs is None:
+        raise EngineProtocolError("prompt logprobs were asked for and are missing")
+    check_prompt(response.prompt_token_ids, response.prompt_logprobs, prompt_tokens=prompt)
+
+
+def check_prompt(prompt_token_ids: Int32Array | None, logprobs: PromptLogprobs | None, *, prompt_tokens: int) -> None:
+    """The prompt's ids and logprobs, where they are there, as long as the prompt; in each row its own token first."""
+    if prompt_token_ids is not None:
+        check_token_ids(prompt_token_ids, where="prompt_token_ids")
+        if prompt_token_ids.size != prompt_tokens:
+            raise EngineProtocolError(
+                f"prompt_token_ids has {prompt_token_ids.size} ids, the prompt {prompt_tokens} tokens"
+            )
+    if logprobs is None:
+        return
+    check_prompt_logprobs(logprobs, prompt_tokens=prompt_tokens)
+    if prompt_token_ids is not None:
+        first = logprobs.ids[logprobs.offsets[1:-1]]
+        wrong = np.flatnonzero(first != prompt_token_ids[1:])
+        if wrong.size:
+            at = int(wrong[0]) + 1
+            raise EngineProtocolError(
+                f"prompt_logprobs: position {at} begins with id {int(first[at - 1])}, the prompt has "
+                f"{int(prompt_token_ids[at])} there"
+            )
 
 
 def check_choice(
@@ -77,13 +98,17 @@ def check_choice(
         raise EngineProtocolError(f"{where} has the finish reason {choice.finish_reason!r}")
     check_token_ids(choice.token_ids, where=where)
     tokens = int(choice.token_ids.size)
-    if logprobs:
-        if choice.logprobs is None:
-            raise EngineProtocolError(f"{where}: logprobs were asked for and are missing")
+    if logprobs and choice.logprobs is None:
+        raise EngineProtocolError(f"{where}: logprobs were asked for and are missing")
+    if choice.logprobs is not None:
         check_logprobs(choice.logprobs, tokens=tokens, where=where)
     if mask and choice.sampling_mask is None:
         raise EngineProtocolError(f"{where}: the sampling mask was asked for and is missing")
+    if mask is False and choice.sampling_mask is not None:
+        raise EngineProtocolError(f"{where}: a sampling mask was not asked for")
     if choice.sampling_mask is not None:
+        _check_dtype(choice.sampling_mask.ids, np.int32, where=f"{where}: sampling mask ids")
+        _check_dtype(choice.sampling_mask.offsets, np.int32, where=f"{where}: sampling mask offsets")
         check_mask(choice.sampling_mask, choice.token_ids, where=where)
     if choice.routed_experts is not None:
         check_routes(choice.routed_experts, prompt_tokens=prompt_tokens, tokens=tokens, start=routes_start, where=where)
@@ -103,6 +128,7 @@ def check_token_ids(token_ids: Int32Array, *, where: str) -> None:
 
 def check_logprobs(logprobs: TokenLogprobs, *, tokens: int, where: str) -> None:
     """One finite log-probability per token; alternatives, where present, one row per token."""
+    _check_dtype(logprobs.values, np.float32, where=f"{where}: logprobs")
     if logprobs.values.shape != (tokens,):
         raise EngineProtocolError(f"{where}: {logprobs.values.size} logprobs for {tokens} tokens")
     if not np.isfinite(logprobs.values).all():
@@ -110,14 +136,21 @@ def check_logprobs(logprobs: TokenLogprobs, *, tokens: int, where: str) -> None:
         raise EngineProtocolError(
             f"{where}: the logprob of sampled token {bad} is {float(logprobs.values[bad])}; the sample is unusable"
         )
-    if logprobs.ranks is not None and logprobs.ranks.shape != (tokens,):
-        raise EngineProtocolError(f"{where}: {logprobs.ranks.size} ranks for {tokens} tokens")
+    if logprobs.ranks is not None:
+        _check_dtype(logprobs.ranks, np.int32, where=f"{where}: ranks")
+        if logprobs.ranks.shape != (tokens,):
+            raise EngineProtocolError(f"{where}: {logprobs.ranks.size} ranks for {tokens} tokens")
     if logprobs.alternatives is not None:
         check_alternatives(logprobs.alternatives, rows=tokens, where=where)
 
 
 def check_alternatives(alternatives: Alternatives | PromptLogprobs, *, rows: int, where: str) -> None:
-    """CSR of the right height, values as long as ids and finite (the engine floors and counts what is not)."""
+    """CSR of the right height, values as long as ids and finite (the engine floors and counts what is not).
+
+    No row holds an id twice: as an object's keys the second would hide the first.
+    """
+    for name, dtype in (("ids", np.int32), ("values", np.float32), ("ranks", np.int32), ("offsets", np.int32)):
+        _check_dtype(getattr(alternatives, name), dtype, where=f"{where}: {name} of alternatives")
     _check_offsets(alternatives.offsets, rows=rows, entries=int(alternatives.ids.size), where=f"{where}: alternatives")
     if not alternatives.ids.size == alternatives.values.size == alternatives.ranks.size:
         raise EngineProtocolError(
@@ -126,6 +159,7 @@ def check_alternatives(alternatives: Alternatives | PromptLogprobs, *, rows: int
         )
     if not np.isfinite(alternatives.values).all():
         raise EngineProtocolError(f"{where}: an alternative's logprob is not finite and was not floored")
+    _check_ids_once(alternatives.ids, alternatives.offsets, what=f"{where}: the alternatives")
 
 
 def check_prompt_logprobs(logprobs: PromptLogprobs, *, prompt_tokens: int) -> None:
@@ -154,18 +188,28 @@ def check_mask(mask: SamplingMask, token_ids: Int32Array, *, where: str) -> None
         raise EngineProtocolError(
             f"{where}: the sampling mask of token {bad} ({int(counts[bad])} ids) lacks the sampled id {int(token_ids[bad])}"
         )
-    rising = mask.ids[1:] > mask.ids[:-1]
-    borders = mask.offsets[1:-1] - 1
-    rising[borders] = True
-    if not rising.all():
-        keys = (np.repeat(np.arange(tokens, dtype=np.int64), counts) << 32) | mask.ids.astype(np.int64)
-        keys.sort()
-        twice = np.flatnonzero(keys[1:] == keys[:-1])
-        if twice.size:
-            key = int(keys[twice[0]])
-            raise EngineProtocolError(
-                f"{where}: the sampling mask of token {key >> 32} holds id {key & INT32_MAX} twice"
-            )
+    _check_ids_once(mask.ids, mask.offsets, what=f"{where}: the sampling mask")
+
+
+def _check_ids_once(ids: Int32Array, offsets: Int32Array, *, what: str) -> None:
+    """No id is negative and no row holds one twice. Rows in rising order, as masks usually come, cost one pass."""
+    if ids.size == 0:
+        return
+    low, high = int(ids.min()), int(ids.max())
+    if low < 0 or high > INT32_MAX:
+        raise EngineProtocolError(f"{what}: id {low if low < 0 else high} is outside [0, {INT32_MAX}]")
+    rising = ids[1:] > ids[:-1]
+    borders = offsets[1:-1] - 1
+    rising[borders[(borders >= 0) & (borders < rising.size)]] = True
+    if rising.all():
+        return
+    rows = np.repeat(np.arange(offsets.size - 1, dtype=np.int64), np.diff(offsets))
+    keys = (rows << 32) | ids
+    keys.sort()
+    twice = np.flatnonzero(keys[1:] == keys[:-1])
+    if twice.size:
+        key = int(keys[twice[0]])
+        raise EngineProtocolError(f"{what} of token {key >> 32} holds id {key & INT32_MAX} twice")
 
 
 def check_routes(
@@ -175,6 +219,14 @@ def check_routes(
     array = routes.array
     if array.ndim != 3 or array.dtype.name not in ("uint8", "uint16", "int32"):
         raise EngineProtocolError(f"{where}: routed experts are {array.dtype.name}{list(array.shape)}")
+    if array.shape[1] < 1 or array.shape[2] < 1:
+        raise EngineProtocolError(
+            f"{where}: routed experts of shape {list(array.shape)} have no layer or no expert per token"
+        )
+    if not 0 <= routes.start < max(prompt_tokens, 1):
+        raise EngineProtocolError(
+            f"{where}: routed experts start at {routes.start}, the prompt has {prompt_tokens} tokens"
+        )
     if start is not None and routes.start != start:
         raise EngineProtocolError(f"{where}: routed experts start at {routes.start}, asked for {start}")
     rows = prompt_tokens + tokens - 1 - routes.start if tokens else 0
@@ -210,6 +262,13 @@ def _first_repeat(array: np.ndarray[Any, Any]) -> tuple[int, int] | None:
                 flat = int(np.flatnonzero(same.any(axis=0))[0])
                 return at + flat // layers, flat % layers
     return None
+
+
+def _check_dtype(array: np.ndarray[Any, Any], dtype: type[np.generic], *, where: str) -> None:
+    if array.ndim != 1 or array.dtype != dtype:
+        raise EngineProtocolError(
+            f"{where} are {array.dtype.name}{list(array.shape)}, not {np.dtype(dtype).name} in one dimension"
+        )
 
 
 def _check_offsets(offsets: Int32Array, *, rows: int, entries: int, where: str) -> None:

@@ -32,14 +32,13 @@ def check_spans(spans: list[PolicySpan], *, tokens: int) -> None:
         raise EngineProtocolError(f"policy_versions is empty for a choice of {tokens} tokens")
     if spans[0][1] != 0:
         raise EngineProtocolError(f"policy_versions {spans} do not start at output index 0")
-    last: int | None = -1
+    last = -1
     for i, (version, first) in enumerate(spans):
         if i and version == spans[i - 1][0]:
             raise EngineProtocolError(f"policy_versions {spans} name {version!r} twice in a row")
         if first is None:
-            last = None
             continue
-        if last is not None and first <= last:
+        if first <= last:
             raise EngineProtocolError(f"policy_versions {spans} do not rise")
         if first >= max(tokens, 1):
             raise EngineProtocolError(f"policy_versions {spans} start past the {tokens} tokens of the choice")
