@@ -7,8 +7,8 @@ never wait for the network. Closing the iterator closes the connection, and the 
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Callable, Mapping
-from typing import Any, Final
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from typing import Any, Final, TypeVar
 
 import aiohttp
 import msgspec
@@ -36,7 +36,35 @@ KEEPALIVE_IDLE_S: Final = 10
 KEEPALIVE_INTERVAL_S: Final = 5
 KEEPALIVE_PROBES: Final = 3
 
+T = TypeVar("T")
+
 StateListener = Callable[["RemoteEngine"], None]
+
+
+class _Call:
+    """One request on its way; `drop` ends its wait, and every later one, with TransportError."""
+
+    __slots__ = ("_dropped", "_scope")
+
+    def __init__(self) -> None:
+        self._dropped: str | None = None
+        self._scope: asyncio.Timeout | None = None
+
+    async def wait(self, work: Awaitable[T]) -> T:
+        try:
+            async with asyncio.timeout(None if self._dropped is None else 0) as self._scope:
+                return await work
+        except TimeoutError:
+            if self._dropped is None:
+                raise
+            raise TransportError(self._dropped) from None
+        finally:
+            self._scope = None
+
+    def drop(self, reason: str) -> None:
+        self._dropped = reason
+        if self._scope is not None and not self._scope.expired():
+            self._scope.reschedule(0)
 
 
 class RemoteEngine:
@@ -70,6 +98,7 @@ class RemoteEngine:
         self.trouble: str | None = None
         self.inflight = 0
         self._idle = asyncio.Event()
+        self._calls: set[_Call] = set()
         self._key = key
         self._frontend = frontend
         self._connect_timeout_s = connect_timeout_s
@@ -160,10 +189,12 @@ class RemoteEngine:
         if request.traceparent is not None:
             headers["traceparent"] = request.traceparent
         answer: aiohttp.ClientResponse | None = None
+        call = _Call()
+        self._calls.add(call)
         self.inflight += 1
         self._idle.clear()
         try:
-            answer = await self._open_session().post(url, data=body, headers=headers, timeout=timeout)
+            answer = await call.wait(self._open_session().post(url, data=body, headers=headers, timeout=timeout))
             del body
             if answer.status != 200:
                 raise error_from_answer(answer.status, await answer.read(), answer.headers, url=url)
@@ -171,7 +202,7 @@ class RemoteEngine:
                 raise EngineProtocolError(f"{url} answered {answer.content_type!r}, not {FRAMES}")
             reader = FrameReader()
             ended = False
-            async for data in answer.content.iter_any():
+            while data := await call.wait(answer.content.readany()):
                 for events in reader.feed(data):
                     for event in events:
                         if isinstance(event, ErrorEvent):
@@ -185,12 +216,22 @@ class RemoteEngine:
             raise self._translate(error, deadline_s=deadline_s) from error
         finally:
             self.inflight -= 1
+            self._calls.discard(call)
             if not self.inflight:
                 self._idle.set()
             if answer is not None and not answer.content.is_eof():
                 answer.close()  # the worker sees the hang-up and aborts
             elif answer is not None:
                 answer.release()
+
+    def drop_requests(self, reason: str) -> int:
+        """Break off every request in flight with TransportError(`reason`), so that a router may send it elsewhere.
+
+        For a worker whose answers are no longer wanted. Returns how many there were.
+        """
+        for call in self._calls:
+            call.drop(reason)
+        return len(self._calls)
 
     async def abort(self, request_id: str) -> int:
         """End a request on the worker; how many live ones had the id."""

@@ -1,5 +1,7 @@
 """A worker as its fleet sees it: an engine, an administration, and the state it last told."""
 
+from collections.abc import Callable
+
 import aiohttp
 
 from rollplane.client.admin import AdminClient
@@ -54,6 +56,15 @@ class RemoteWorker:
     def reachable(self) -> bool:
         """Whether the last look at the worker succeeded."""
         return self.engine.reachable
+
+    def follow(self, listener: Callable[[], None]) -> None:
+        """Follow the worker's state; `listener` is called after every change, also of reachability."""
+        self.engine.on_change(lambda _: listener())
+        self.engine.follow()
+
+    def drop_requests(self, reason: str) -> int:
+        """Break off every request in flight; how many there were."""
+        return self.engine.drop_requests(reason)
 
     async def close(self) -> None:
         """Drop the connections; the worker itself goes on."""
