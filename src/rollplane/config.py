@@ -166,7 +166,9 @@ class Settings:
             text, _, where = str(error).partition(" - at `")
             path = name + where.rstrip("`").removeprefix("$")
             field = ".".join(path.split("[", 1)[0].split(".")[:2])
-            raise InvalidRequest(f"{path} (from {self.origin(field)}): {text[:1].lower()}{text[1:]}", param=path) from None
+            raise InvalidRequest(
+                f"{path} (from {self.origin(field)}): {text[:1].lower()}{text[1:]}", param=path
+            ) from None
 
     def plain(self, *tables: str) -> dict[str, dict[str, Any]]:
         """The merged values of these tables, as a config file would hold them."""
@@ -251,7 +253,9 @@ def read_text(option: Option, text: str | list[str], *, origin: str) -> Any:
         return msgspec.convert(text, option.kind, strict=False)
     except msgspec.ValidationError as error:
         words = str(error).partition(" - at `")[0]
-        raise InvalidRequest(f"{option.path} (from {origin}): {words[:1].lower()}{words[1:]}", param=option.path) from None
+        raise InvalidRequest(
+            f"{option.path} (from {origin}): {words[:1].lower()}{words[1:]}", param=option.path
+        ) from None
 
 
 def read_keys(path: str | Path) -> list[str]:

@@ -1,0 +1,368 @@
+"""Administration under its own names: `POST /engine/<route>`, `GET /v1/rl/workers`, `/v1/rl/policy`.
+
+On a worker these act on that worker, on a frontend on the whole fleet. Bodies are typed and refuse unknown fields; every answer says
+`status`, and the HTTP status says the same.
+"""
+
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rollplane.errors import Conflict, EngineDied, InvalidRequest, NotFound, Unavailable
+from rollplane.protocol.admin import (
+    AdapterRecord,
+    FlushReport,
+    PauseMode,
+    PauseReport,
+    ResumeReport,
+    UpdateReport,
+    WorkerRecord,
+)
+from rollplane.protocol.versions import check_version_name
+from rollplane.rl.base import OnFailure
+from rollplane.server.admin_calls import (
+    Empty,
+    OperationBody,
+    admin_of,
+    allowed_directory,
+    audited,
+    canonical,
+    decode_body,
+    plain,
+)
+from rollplane.server.error_responses import json_response
+from rollplane.server.routes import ApiRoute, Doc
+from rollplane.server.service import Service
+
+RL_PROTOCOL_VERSION = 1
+
+
+class PauseBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How to pause; `clear_cache` drops cached KV too."""
+
+    mode: PauseMode = "keep"
+    clear_cache: bool = False
+
+
+class FlushBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`preempt`: running requests give their blocks up and recompute them."""
+
+    preempt: bool = False
+
+
+class AbortBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which request to end with finish reason `abort`."""
+
+    request_id: str
+
+
+class AbortReport(msgspec.Struct, frozen=True, kw_only=True):
+    """How many live requests had the id."""
+
+    aborted: int
+
+
+class VersionBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A policy version's name."""
+
+    weight_version: str
+
+
+class VersionReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The version that makes tokens."""
+
+    weight_version: str
+
+
+class StageBody(OperationBody, frozen=True, kw_only=True):
+    """A checkpoint directory to read and check; `weight_version` may already be named and is not used."""
+
+    model_path: str
+    weight_version: str | None = None
+
+
+class StageReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A checkpoint that fits the model. `digest`: 64 hex digits."""
+
+    path: str
+    digest: str
+    tensors: int
+    bytes: int
+
+
+class UpdateBody(OperationBody, frozen=True, kw_only=True):
+    """A checkpoint directory to serve from now on; see `PolicyAdmin.update_from_disk`."""
+
+    model_path: str
+    weight_version: str | None = None
+    mode: PauseMode = "keep"
+    clear_cache: bool = False
+    on_failure: OnFailure = "rollback"
+    expected_digest: str | None = None
+
+
+class LoraSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where an adapter's files are: an absolute path or a `file://` URI."""
+
+    uri: str
+
+
+class LoadLoraBody(OperationBody, frozen=True, kw_only=True):
+    """An adapter to load as the next generation of its name."""
+
+    lora_name: str
+    source: LoraSource
+
+
+class UnloadLoraBody(OperationBody, frozen=True, kw_only=True):
+    """An adapter name to drop."""
+
+    lora_name: str
+
+
+class AdapterList(msgspec.Struct, frozen=True, kw_only=True):
+    """Every generation that is loading, ready or draining."""
+
+    adapters: list[AdapterRecord]
+
+
+class WorldSizeReport(msgspec.Struct, frozen=True, kw_only=True):
+    """How many ranks receive weights; the trainer is one more."""
+
+    world_size: int
+
+
+class LivenessReport(msgspec.Struct, frozen=True, kw_only=True):
+    """The engine's state."""
+
+    state: str
+
+
+class WorkerList(msgspec.Struct, frozen=True, kw_only=True):
+    """Discovery, protocol version 1."""
+
+    protocol_version: int
+    namespace: str
+    workers: list[WorkerRecord]
+
+
+async def liveness_probe(service: Service, _: Empty) -> LivenessReport:
+    """The engine lives.
+
+    Raises:
+        EngineDied: it does not.
+    """
+    health = await service.health()
+    if not health.alive:
+        raise EngineDied(f"the engine is {health.state}: {health.reason or 'no reason known'}")
+    return LivenessReport(state=health.state)
+
+
+async def pause(service: Service, body: PauseBody) -> PauseReport:
+    """Stop making tokens; answers when idle."""
+    return await admin_of(service).pause(body.mode, clear_cache=body.clear_cache)
+
+
+async def resume(service: Service, _: Empty) -> ResumeReport:
+    """Make tokens again."""
+    return await admin_of(service).resume()
+
+
+async def flush(service: Service, body: FlushBody) -> FlushReport:
+    """Drop caches.
+
+    Raises:
+        Conflict: running requests hold blocks; nothing was reset.
+    """
+    report = await admin_of(service).flush_cache(preempt=body.preempt)
+    if not report.reset:
+        raise Conflict(
+            f"the cache was not reset: {report.reason or 'running requests hold blocks'}; "
+            "with preempt (reset_running_requests) they give them up",
+            details=plain(report),
+        )
+    return report
+
+
+async def abort(service: Service, body: AbortBody) -> AbortReport:
+    """End one request, keeping its tokens; an unknown id counts 0."""
+    return AbortReport(aborted=await service.engine.abort(body.request_id))
+
+
+async def get_version(service: Service, _: Empty) -> VersionReport:
+    """The version that makes tokens."""
+    return VersionReport(weight_version=await admin_of(service).policy_version())
+
+
+async def set_version(service: Service, body: VersionBody) -> VersionReport:
+    """Change the label only; touches no request."""
+    version = check_version_name(body.weight_version, param="weight_version")
+    await admin_of(service).set_policy_version(version)
+    return VersionReport(weight_version=version)
+
+
+async def stage(service: Service, body: StageBody) -> StageReport:
+    """Read and check a checkpoint while tokens are made.
+
+    Raises:
+        NotFound: only a worker stages on its own; a fleet's update does it on all.
+    """
+    if service.worker is None:
+        raise NotFound("staging alone is a worker's route; a fleet's update stages on all workers first")
+    path = await allowed_directory(service, body.model_path, param="model_path")
+    staged = await service.worker.stage_weights(path, operation=body.operation())
+    return StageReport(path=staged.path, digest=staged.digest, tensors=staged.tensors, bytes=staged.bytes)
+
+
+async def update(service: Service, body: UpdateBody) -> UpdateReport:
+    """Replace the weights by a checkpoint; the version advances after success."""
+    path = await allowed_directory(service, body.model_path, param="model_path")
+    if body.weight_version is not None:
+        check_version_name(body.weight_version, param="weight_version")
+    if body.expected_digest is not None:
+        if service.worker is None:
+            raise InvalidRequest("expected_digest is checked by workers, not by a fleet", param="expected_digest")
+        return await service.worker.update_from_disk(
+            path,
+            version=body.weight_version,
+            mode=body.mode,
+            clear_cache=body.clear_cache,
+            on_failure=body.on_failure,
+            expected_digest=body.expected_digest,
+            operation=body.operation(),
+        )
+    return await admin_of(service).update_from_disk(
+        path,
+        version=body.weight_version,
+        mode=body.mode,
+        clear_cache=body.clear_cache,
+        on_failure=body.on_failure,
+        operation=body.operation(),
+    )
+
+
+async def load_lora(service: Service, body: LoadLoraBody) -> AdapterRecord:
+    """Load files as the next generation of a name and make it current."""
+    path = await allowed_directory(service, body.source.uri, param="source.uri")
+    return await admin_of(service).load_adapter(body.lora_name, path, operation=body.operation())
+
+
+async def unload_lora(service: Service, body: UnloadLoraBody) -> AdapterRecord:
+    """Refuse new requests for a name; drop it when its last request ends."""
+    return await admin_of(service).unload_adapter(body.lora_name, operation=body.operation())
+
+
+async def list_loras(service: Service, _: Empty) -> AdapterList:
+    """The adapters."""
+    return AdapterList(adapters=await admin_of(service).adapters())
+
+
+async def world_size(service: Service, _: Empty) -> WorldSizeReport:
+    """How many ranks receive weights, over all workers.
+
+    Raises:
+        Unavailable: a worker did not say; a wrong count would hang a broadcast.
+    """
+    if service.role == "worker" or service.admin is None:
+        return WorldSizeReport(world_size=service.engine.info.world_size)
+    total = 0
+    for record in await service.admin.workers():
+        if record.world_size is None or record.error is not None:
+            raise Unavailable(f"worker {record.instance_id} does not say its world size: {record.error or 'unknown'}")
+        total += record.world_size
+    return WorldSizeReport(world_size=total)
+
+
+async def rl_workers(request: Request) -> Response:
+    """Discovery: the live workers, their routes, versions and world sizes."""
+    service: Service = request.app.state.service
+    records = await admin_of(service).workers()
+    namespace = records[0].namespace if records else "rollplane"
+    return json_response(WorkerList(protocol_version=RL_PROTOCOL_VERSION, namespace=namespace, workers=records))
+
+
+async def get_policy(request: Request) -> Response:
+    """The version that makes tokens, the same on every worker."""
+    return json_response(await get_version(request.app.state.service, Empty()))
+
+
+async def post_policy(request: Request) -> Response:
+    """Update the policy on every worker or on none."""
+    service: Service = request.app.state.service
+
+    async def run() -> UpdateReport:
+        return await update(service, await decode_body(request, UpdateBody))
+
+    return json_response(await audited(request, "update_policy", run()))
+
+
+_MUTATION_ERRORS = (400, 404, 409, 413, 415, 502, 503, 504)
+
+
+def engine_routes() -> list[ApiRoute]:
+    """Every `/engine/*` route and the RL plane's own."""
+    table: list[tuple[str, Any, Any, Any, str]] = [
+        ("liveness_probe", Empty, liveness_probe, LivenessReport, "The engine lives"),
+        ("pause_generation", PauseBody, pause, PauseReport, "Stop making tokens; answers when idle"),
+        ("resume_generation", Empty, resume, ResumeReport, "Make tokens again"),
+        ("flush_cache", FlushBody, flush, FlushReport, "Drop caches; 409 where they could not be dropped"),
+        ("abort_request", AbortBody, abort, AbortReport, "End one request, keeping its tokens"),
+        ("get_weight_version", Empty, get_version, VersionReport, "The version that makes tokens"),
+        ("set_weight_version", VersionBody, set_version, VersionReport, "Change the version's label only"),
+        ("stage_weights", StageBody, stage, StageReport, "Read and check a checkpoint while tokens are made"),
+        ("update_weights_from_disk", UpdateBody, update, UpdateReport, "Replace the weights by a checkpoint"),
+        ("load_lora", LoadLoraBody, load_lora, AdapterRecord, "Load the next generation of an adapter"),
+        ("unload_lora", UnloadLoraBody, unload_lora, AdapterRecord, "Drop an adapter after its last request"),
+        ("list_loras", Empty, list_loras, AdapterList, "Adapters by generation"),
+        ("get_world_size", Empty, world_size, WorldSizeReport, "How many ranks receive weights"),
+    ]
+    reads = {"liveness_probe", "get_weight_version", "list_loras", "get_world_size"}
+    routes = [
+        ApiRoute(
+            f"/engine/{name}",
+            canonical(name, body, call),
+            methods=["GET", "POST"] if name in reads else ["POST"],
+            access="admin",
+            doc=Doc(
+                summary=summary,
+                tag="administration",
+                body=body,
+                body_required=body not in (Empty, PauseBody, FlushBody),
+                answer=answer,
+                errors=_MUTATION_ERRORS,
+            ),
+        )
+        for name, body, call, answer, summary in table
+    ]
+    return [
+        *routes,
+        ApiRoute(
+            "/v1/rl/workers",
+            rl_workers,
+            methods=["GET"],
+            access="admin",
+            doc=Doc(summary="Live workers", tag="discovery", answer=WorkerList, errors=(404, 502, 503)),
+        ),
+        ApiRoute(
+            "/v1/rl/policy",
+            get_policy,
+            methods=["GET"],
+            access="admin",
+            doc=Doc(summary="The policy version", tag="discovery", answer=VersionReport, errors=(404, 409, 502, 503)),
+        ),
+        ApiRoute(
+            "/v1/rl/policy",
+            post_policy,
+            methods=["POST"],
+            access="admin",
+            doc=Doc(
+                summary="Update the policy on every worker or on none",
+                tag="administration",
+                body=UpdateBody,
+                answer=UpdateReport,
+                errors=_MUTATION_ERRORS,
+            ),
+        ),
+    ]

@@ -1,0 +1,94 @@
+"""The HTTP app of a worker or a frontend: routes and middleware, all in one place.
+
+Requests pass, from the outside in: `ObserveMiddleware` (request id, unexpected errors), `AuthMiddleware` (access by the
+same route table), then the route. Both are pure ASGI, so streams and disconnects pass untouched.
+"""
+
+from collections.abc import Mapping
+from typing import Any
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+
+from rollplane.errors import RollplaneError
+from rollplane.protocol.hop import GENERATE_PATH, STATE_PATH
+from rollplane.server.admin import engine_routes
+from rollplane.server.auth import AuthMiddleware
+from rollplane.server.compat import compat_routes
+from rollplane.server.error_responses import error_response, on_http_exception, on_rollplane_error
+from rollplane.server.generate import generate
+from rollplane.server.health import health_routes
+from rollplane.server.hop import hop_generate
+from rollplane.server.observe import ObserveMiddleware
+from rollplane.server.openapi import describe, docs, openapi
+from rollplane.server.routes import ApiRoute, Doc
+from rollplane.server.service import Service
+from rollplane.server.state import state
+from rollplane.server.wire_docs import GenerateAnswer, GenerateBody
+
+GENERATE_ERRORS = (400, 404, 409, 413, 415, 422, 429, 502, 503, 504)
+
+
+def create_app(service: Service) -> Starlette:
+    """The app that serves a worker or a frontend."""
+    routes = route_table(service.role)
+    app = Starlette(
+        routes=list(routes),
+        middleware=[
+            Middleware(ObserveMiddleware),
+            Middleware(AuthMiddleware, keys=service.keys, routes=routes, refuse=error_response),
+        ],
+        exception_handlers=_handlers(),
+    )
+    app.router.redirect_slashes = False  # a redirected POST loses its body, and `//health` is not `/health`
+    app.state.service = service
+    app.state.openapi = describe(routes, title=f"Rollplane {service.role}")
+    return app
+
+
+def route_table(role: str) -> list[ApiRoute]:
+    """Every route of a role."""
+    routes = [
+        ApiRoute(
+            "/inference/v1/generate",
+            generate,
+            methods=["POST"],
+            access="data",
+            doc=Doc(
+                summary="Token ids in, token ids out",
+                tag="data",
+                body=GenerateBody,
+                answer=GenerateAnswer,
+                errors=GENERATE_ERRORS,
+            ),
+        ),
+        *health_routes(),
+        *engine_routes(),
+        *compat_routes(),
+        ApiRoute(
+            "/openapi.json",
+            openapi,
+            methods=["GET"],
+            access="data",
+            doc=Doc(summary="This description", tag="description"),
+        ),
+        ApiRoute(
+            "/docs",
+            docs,
+            methods=["GET"],
+            access="data",
+            doc=Doc(summary="This description as a page", tag="description", answer_type="text/html"),
+        ),
+    ]
+    if role == "worker":
+        hidden = Doc(summary="Internal", tag="internal", hidden=True)
+        routes += [
+            ApiRoute(GENERATE_PATH, hop_generate, methods=["POST"], access="admin", doc=hidden),
+            ApiRoute(STATE_PATH, state, methods=["GET"], access="admin", doc=hidden),
+        ]
+    return routes
+
+
+def _handlers() -> Mapping[Any, Any]:
+    return {RollplaneError: on_rollplane_error, HTTPException: on_http_exception}

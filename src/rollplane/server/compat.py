@@ -1,0 +1,282 @@
+"""prime-rl's and vLLM's names for the same calls. A name whose backing is absent has no route here and is a 404.
+
+Defaults are the owner's of each name: vLLM's `/pause` aborts and clears the cache unless told otherwise. `/update_weights`
+is told apart by its key: `weight_dir` is prime-rl's, `update_info` is vLLM's.
+"""
+
+import asyncio
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rollplane.errors import InvalidRequest
+from rollplane.protocol.versions import check_version_name
+from rollplane.server.admin import (
+    AbortBody,
+    FlushBody,
+    PauseBody,
+    VersionBody,
+    abort,
+    flush,
+    get_version,
+    set_version,
+    world_size,
+)
+from rollplane.server.admin_calls import (
+    Empty,
+    OperationBody,
+    admin_of,
+    allowed_directory,
+    audited,
+    decode_body,
+    plain,
+    query_flag,
+)
+from rollplane.server.error_responses import json_response
+from rollplane.server.routes import ApiRoute, Doc
+from rollplane.server.service import Service
+
+NO_BROADCAST: Final = (
+    "weight broadcast over NCCL or NIXL is not offered here: its stream carries pickled metadata, which this server does not "
+    "read; use the filesystem broadcast (weight_dir with safetensors files)"
+)
+
+
+class UpdateWeightsBody(OperationBody, frozen=True, kw_only=True):
+    """prime-rl's `weight_dir` (null: its NIXL transfer) or vLLM's `update_info`; exactly one."""
+
+    weight_dir: str | None = None
+    update_info: dict[str, Any] | None = None
+    weight_version: str | None = None
+
+
+class LoadAdapterBody(OperationBody, frozen=True, kw_only=True):
+    """An adapter's name and directory. `load_inplace` is taken and changes nothing: a load is always a new generation."""
+
+    lora_name: str
+    lora_path: str
+    load_inplace: bool | None = None
+
+
+class UnloadAdapterBody(OperationBody, frozen=True, kw_only=True):
+    """An adapter's name."""
+
+    lora_name: str
+    lora_int_id: int | None = None
+
+
+class NewVersionBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A policy version's name."""
+
+    new_version: str
+
+
+class ResetBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`reset_running_requests`: running requests give their blocks up."""
+
+    reset_running_requests: bool | None = None
+
+
+class AbortManyBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Ids of requests, as the callers sent them."""
+
+    request_ids: list[str]
+
+
+async def pause_(request: Request) -> Response:
+    """vLLM's pause: mode and clear_cache in the query."""
+    service: Service = request.app.state.service
+    mode = request.query_params.get("mode", "abort")
+    clear = query_flag(request.query_params, "clear_cache", default=True)
+    if mode not in ("keep", "wait", "abort"):
+        raise InvalidRequest(f"query parameter mode must be keep, wait or abort, got {mode[:32]!r}", param="mode")
+    body = PauseBody(mode=mode, clear_cache=clear)  # type: ignore[arg-type]
+    report = await audited(request, "pause", admin_of(service).pause(body.mode, clear_cache=body.clear_cache))
+    return json_response({"status": "paused", **plain(report)})
+
+
+async def resume_(request: Request) -> Response:
+    """Make tokens again."""
+    service: Service = request.app.state.service
+    report = await audited(request, "resume", admin_of(service).resume())
+    return json_response({"status": "resumed", **plain(report)})
+
+
+async def is_paused(request: Request) -> Response:
+    """Whether requests are held."""
+    service: Service = request.app.state.service
+    health = await service.health()
+    return json_response({"is_paused": health.state in ("paused", "pausing", "updating"), "state": health.state})
+
+
+async def get_world_size(request: Request) -> Response:
+    """How many ranks receive weights."""
+    return json_response(await world_size(request.app.state.service, Empty()))
+
+
+async def weight_info(request: Request) -> Response:
+    """The version that makes tokens."""
+    return json_response(await get_version(request.app.state.service, Empty()))
+
+
+async def update_weight_version(request: Request) -> Response:
+    """Change the version's label."""
+
+    async def run() -> Any:
+        body = await decode_body(request, NewVersionBody)
+        check_version_name(body.new_version, param="new_version")
+        return await set_version(request.app.state.service, VersionBody(weight_version=body.new_version))
+
+    return json_response({"status": "ok", **plain(await audited(request, "set_weight_version", run()))})
+
+
+async def update_weights(request: Request) -> Response:
+    """Replace the weights; see the module.
+
+    Raises:
+        InvalidRequest: a transfer that is not offered here.
+    """
+    service: Service = request.app.state.service
+
+    async def run() -> Any:
+        body = await decode_body(request, UpdateWeightsBody)
+        if body.weight_dir is None:
+            raise InvalidRequest(NO_BROADCAST, param="weight_dir" if body.update_info is None else "update_info")
+        if body.update_info is not None:
+            raise InvalidRequest("weight_dir and update_info exclude each other", param="update_info")
+        path = await allowed_directory(service, body.weight_dir, param="weight_dir")
+        if await asyncio.to_thread(is_broadcast_marker, path):
+            raise InvalidRequest(NO_BROADCAST, param="weight_dir")
+        return await admin_of(service).update_from_disk(path, version=body.weight_version, operation=body.operation())
+
+    return json_response({"status": "ok", **plain(await audited(request, "update_weights", run()))})
+
+
+def is_broadcast_marker(path: str) -> bool:
+    """Whether a directory only marks a broadcast (prime-rl's NCCL_READY) and holds no weights."""
+    directory = Path(path)
+    return (directory / "NCCL_READY").exists() and next(directory.glob("*.safetensors"), None) is None
+
+
+async def init_broadcaster(request: Request) -> Response:
+    """Refused, with the reason.
+
+    Raises:
+        InvalidRequest: always.
+    """
+
+    async def run() -> Any:
+        raise InvalidRequest(NO_BROADCAST)
+
+    return json_response(await audited(request, "init_broadcaster", run()))
+
+
+async def load_adapter(request: Request) -> Response:
+    """Load an adapter, also under a name that exists: then its next generation."""
+    service: Service = request.app.state.service
+
+    async def run() -> Any:
+        body = await decode_body(request, LoadAdapterBody)
+        path = await allowed_directory(service, body.lora_path, param="lora_path")
+        return await admin_of(service).load_adapter(body.lora_name, path, operation=body.operation())
+
+    return json_response({"status": "ok", **plain_adapter(await audited(request, "load_lora", run()))})
+
+
+async def unload_adapter(request: Request) -> Response:
+    """Drop an adapter."""
+    service: Service = request.app.state.service
+
+    async def run() -> Any:
+        body = await decode_body(request, UnloadAdapterBody)
+        return await admin_of(service).unload_adapter(body.lora_name, operation=body.operation())
+
+    return json_response({"status": "ok", **plain_adapter(await audited(request, "unload_lora", run()))})
+
+
+def plain_adapter(record: Any) -> dict[str, Any]:
+    """An adapter's record with `lora_name` beside its own fields."""
+    tree = plain(record)
+    return {**tree, "lora_name": tree.get("name")}
+
+
+async def reset_prefix_cache(request: Request) -> Response:
+    """Drop cached KV; 409 where running requests hold it."""
+
+    async def run() -> Any:
+        body = await decode_body(request, ResetBody)
+        preempt = query_flag(
+            request.query_params, "reset_running_requests", default=body.reset_running_requests or False
+        )
+        return await flush(request.app.state.service, FlushBody(preempt=preempt))
+
+    return json_response({"success": True, **plain(await audited(request, "flush_cache", run()))})
+
+
+async def abort_requests(request: Request) -> Response:
+    """End requests by the callers' ids, keeping their tokens."""
+
+    async def run() -> int:
+        body = await decode_body(request, AbortManyBody)
+        service: Service = request.app.state.service
+        counts = [await abort(service, AbortBody(request_id=one)) for one in body.request_ids]
+        return sum(report.aborted for report in counts)
+
+    return json_response({"aborted": await audited(request, "abort_requests", run())})
+
+
+def compat_routes() -> list[ApiRoute]:
+    """Every name of prime-rl's and vLLM's that has something behind it here."""
+    flag = {"schema": {"type": "boolean"}}
+    mode = {"schema": {"type": "string", "enum": ["keep", "wait", "abort"], "default": "abort"}}
+    errors = (400, 404, 409, 413, 415, 502, 503, 504)
+    posts: list[tuple[str, Any, Any, str, dict[str, dict[str, Any]]]] = [
+        ("/pause", pause_, None, "Stop making tokens (vLLM's defaults)", {"mode": mode, "clear_cache": flag}),
+        ("/resume", resume_, None, "Make tokens again", {}),
+        ("/update_weights", update_weights, UpdateWeightsBody, "Replace the weights by a directory", {}),
+        ("/update_weight_version", update_weight_version, NewVersionBody, "Change the version's label only", {}),
+        ("/load_lora_adapter", load_adapter, LoadAdapterBody, "Load an adapter", {}),
+        ("/v1/load_lora_adapter", load_adapter, LoadAdapterBody, "Load an adapter", {}),
+        ("/unload_lora_adapter", unload_adapter, UnloadAdapterBody, "Drop an adapter", {}),
+        ("/v1/unload_lora_adapter", unload_adapter, UnloadAdapterBody, "Drop an adapter", {}),
+        ("/reset_prefix_cache", reset_prefix_cache, ResetBody, "Drop cached KV", {"reset_running_requests": flag}),
+        ("/abort_requests", abort_requests, AbortManyBody, "End requests, keeping their tokens", {}),
+        ("/init_broadcaster", init_broadcaster, None, "Refused: no NCCL broadcast here", {}),
+    ]
+    gets: list[tuple[str, Any, str]] = [
+        ("/is_paused", is_paused, "Whether requests are held"),
+        ("/get_world_size", get_world_size, "How many ranks receive weights"),
+        ("/weight_info", weight_info, "The version that makes tokens"),
+    ]
+    return [
+        *(
+            ApiRoute(
+                path,
+                handler,
+                methods=["POST"],
+                access="admin",
+                doc=Doc(
+                    summary=summary,
+                    tag="compatibility",
+                    body=body,
+                    body_required=body is not ResetBody,
+                    query=query,
+                    errors=errors,
+                ),
+            )
+            for path, handler, body, summary, query in posts
+        ),
+        *(
+            ApiRoute(
+                path,
+                handler,
+                methods=["GET"],
+                access="admin",
+                doc=Doc(summary=summary, tag="compatibility", errors=(404, 409, 502, 503)),
+            )
+            for path, handler, summary in gets
+        ),
+    ]

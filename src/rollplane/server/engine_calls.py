@@ -1,0 +1,50 @@
+"""How the HTTP app runs an engine: its events taken in order, closed whatever happens, big work off the event loop."""
+
+from collections.abc import AsyncGenerator, AsyncIterator
+from contextlib import asynccontextmanager
+from typing import Final
+
+from rollplane.engines.base import Engine
+from rollplane.fold import Fold
+from rollplane.protocol.events import ChoiceEvent, Event, PromptEvent
+from rollplane.protocol.request import GenerateRequest
+from rollplane.protocol.response import Choice
+from rollplane.server.service import Service
+
+BIG_BODY_BYTES: Final = 256 * 1024
+BIG_NUMBERS: Final = 65_536
+BIG_ROUTES_BYTES: Final = 1 << 20
+"""From these sizes on, work moves to the pool: shorter work costs less than the hand-over."""
+
+
+@asynccontextmanager
+async def running(engine: Engine, request: GenerateRequest) -> AsyncGenerator[AsyncIterator[Event], None]:
+    """The events of one request; leaving the block stops the engine's work on it."""
+    events = engine.generate(request)
+    try:
+        yield events
+    finally:
+        close = getattr(events, "aclose", None)
+        if close is not None:
+            await close()
+
+
+async def add_event(service: Service, fold: Fold, event: Event) -> Choice | None:
+    """Take one event into a fold; the checks of a big one run in the pool."""
+    return await service.in_pool(fold.add, event, big=is_big(event))
+
+
+def is_big(event: Event) -> bool:
+    """Whether the checks (or the text) of an event are too long for the event loop."""
+    if isinstance(event, ChoiceEvent):
+        numbers = int(event.token_ids.size)
+        if event.logprobs is not None and event.logprobs.alternatives is not None:
+            numbers += int(event.logprobs.alternatives.ids.size)
+        if event.sampling_mask is not None:
+            numbers += int(event.sampling_mask.ids.size)
+        routes = event.routed_experts
+        return numbers > BIG_NUMBERS or (routes is not None and routes.array.nbytes > BIG_ROUTES_BYTES)
+    if isinstance(event, PromptEvent):
+        logprobs = event.prompt_logprobs
+        return logprobs is not None and int(logprobs.ids.size) > BIG_NUMBERS
+    return False

@@ -1,0 +1,138 @@
+"""`POST /inference/v1/generate`: read, run, fold, write; unary here, streams in `server.sse`."""
+
+import time
+from typing import Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from rollplane.admission import wants_mask, wants_routes
+from rollplane.errors import InvalidRequest, Unavailable
+from rollplane.fold import Fold, FoldPlan
+from rollplane.protocol.answer import encode_json, encode_msgpack
+from rollplane.protocol.info import EngineInfo
+from rollplane.protocol.request import JSON, MSGPACK, Encoding, GenerateRequest, RequestLimits, parse_request
+from rollplane.protocol.response import GenerateResponse
+from rollplane.server.engine_calls import BIG_BODY_BYTES, BIG_NUMBERS, add_event, is_big, running
+from rollplane.server.error_responses import as_rollplane_error
+from rollplane.server.service import Service
+from rollplane.server.sse import EventStream
+from rollplane.server.watch import read_body, run_watched
+
+EVENT_STREAM: Final = "text/event-stream"
+
+
+async def generate(request: Request) -> ASGIApp:
+    """Serve one Generate request.
+
+    Raises:
+        RollplaneError: before the first byte of an answer; translated by the app.
+    """
+    service: Service = request.app.state.service
+    arrived = time.monotonic()
+    stream = False
+    try:
+        if service.lifecycle.draining:
+            raise Unavailable("this server is on its way out")
+        body = await read_body(
+            request.receive,
+            limit_bytes=service.settings.max_body_bytes,
+            declared=request.headers.get("content-length"),
+            timeout_s=service.settings.body_timeout_s,
+        )
+        asked = await read_request(request, body, service)
+        del body
+        stream = asked.stream
+        request.scope["rollplane.request_id"] = asked.request_id
+        wanted = wanted_type(request.headers.get("accept"), stream=stream)
+        plan = plan_for(asked, service.engine.info, exact=service.role == "worker")
+        routes = asked.options.routed_experts_encoding or service.settings.routes_encoding
+        if stream:
+            return EventStream(service, asked, plan, routes=routes, arrived=arrived)
+        service.metrics.in_flight.inc()
+        service.lifecycle.in_flight += 1
+        try:
+            answer = await run_watched(_answer(service, asked, plan, wanted=wanted, routes=routes), request.receive)
+        finally:
+            service.metrics.in_flight.dec()
+            service.lifecycle.in_flight -= 1
+    except Exception as error:
+        found = as_rollplane_error(error)
+        service.metrics.count_error(found, stream=stream)
+        raise found from error
+    service.metrics.requests.labels(outcome="ok", stream="false").inc()
+    service.metrics.latency.labels(stream="false").observe(time.monotonic() - arrived)
+    return Response(answer, media_type=wanted)
+
+
+async def read_request(request: Request, body: bytes, service: Service) -> GenerateRequest:
+    """The checked request in a body; a big one is read in the pool."""
+    limits = RequestLimits(
+        max_prompt_tokens=service.settings.max_prompt_tokens,
+        max_feature_bytes=service.settings.max_feature_bytes,
+        drop_unknown_sampling=service.settings.drop_unknown_sampling,
+    )
+    headers = {name.lower(): value for name, value in request.headers.items()}
+    content_type = headers.get("content-type", JSON)
+
+    def read() -> GenerateRequest:
+        return parse_request(body, content_type=content_type, headers=headers, limits=limits)
+
+    return await service.in_pool(read, big=len(body) > BIG_BODY_BYTES)
+
+
+def wanted_type(accept: str | None, *, stream: bool) -> str:
+    """The content type of the answer: JSON unless msgpack is named; a stream is always server-sent events.
+
+    Raises:
+        InvalidRequest: msgpack alone was asked for, with `stream: true`.
+    """
+    names = [part.split(";", 1)[0].strip().lower() for part in (accept or "*/*").split(",")]
+    if not stream:
+        return MSGPACK if MSGPACK in names else JSON
+    if names == [MSGPACK]:
+        raise InvalidRequest(f"a stream is written as {EVENT_STREAM}, and Accept names {MSGPACK} only", param="Accept")
+    return EVENT_STREAM
+
+
+def plan_for(request: GenerateRequest, info: EngineInfo, *, exact: bool = True) -> FoldPlan:
+    """What the answer to a request must look like.
+
+    Args:
+        exact: this engine's capabilities are the ones that serve the request, so what it gives by default must be
+            there. False for a fleet, whose workers may differ: then it may be there.
+    """
+    routes: bool | None = wants_routes(request, info)
+    mask: bool | None = wants_mask(request, info)
+    if not exact and not request.scores_only:
+        routes, mask = request.options.routed_experts, request.options.sampling_mask
+    return FoldPlan(
+        request_id=request.request_id,
+        model=request.model or info.model,
+        choices=request.sampling.choices,
+        prompt_tokens=None if request.content_parts is not None else request.prompt_tokens,
+        logprobs=request.sampling.get("logprobs") is not None,
+        routes=routes,
+        mask=mask,
+        prompt_logprobs=request.sampling.get("prompt_logprobs") is not None,
+        routes_start=request.sampling.get("routed_experts_prompt_start"),
+    )
+
+
+async def _answer(
+    service: Service, request: GenerateRequest, plan: FoldPlan, *, wanted: str, routes: Encoding
+) -> bytes:
+    fold = Fold(plan)
+    big = False
+    async with running(service.engine, request) as events:
+        async for event in events:
+            big = big or is_big(event)
+            await add_event(service, fold, event)
+    response = fold.response()
+    service.metrics.count_response(response)
+
+    def write(whole: GenerateResponse) -> bytes:
+        return encode_msgpack(whole) if wanted == MSGPACK else encode_json(whole, routes=routes)
+
+    return await service.in_pool(write, response, big=big or response.usage.completion_tokens > BIG_NUMBERS)

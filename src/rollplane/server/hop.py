@@ -1,0 +1,167 @@
+"""The worker's end of the internal hop: `POST /internal/v1/generate`, frames of events out.
+
+A failure before the first event is an HTTP error answer; after it, an `ErrorEvent` that ends the last frame. A unary
+answer is one frame; a stream's frames carry whatever is ready when the connection takes more.
+"""
+
+import asyncio
+import time
+from typing import Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+from rollplane.errors import InvalidRequest, RollplaneError, Unavailable, UnsupportedMedia, error_body
+from rollplane.protocol.answer import WIRE_VERSION
+from rollplane.protocol.events import ErrorEvent, Event, HopEvent
+from rollplane.protocol.hop import FRAMES, WIRE_HEADER, decode_hop_request, encode_frame
+from rollplane.protocol.request import MSGPACK, GenerateRequest
+from rollplane.server.engine_calls import BIG_BODY_BYTES, is_big, running
+from rollplane.server.error_responses import as_rollplane_error, error_response
+from rollplane.server.service import Service
+from rollplane.server.watch import read_body, run_watched
+
+WIRE_BYTES: Final = str(WIRE_VERSION).encode()
+
+
+async def hop_generate(request: Request) -> ASGIApp:
+    """Serve one request of a frontend.
+
+    Raises:
+        RollplaneError: before the first event.
+    """
+    service: Service = request.app.state.service
+    arrived = time.monotonic()
+    stream = False
+    try:
+        if service.lifecycle.draining:
+            raise Unavailable("this worker is draining")
+        asked = await _read(request, service)
+        stream = asked.stream
+        request.scope["rollplane.request_id"] = asked.request_id
+        if stream:
+            return FrameStream(service, asked, arrived=arrived)
+        service.metrics.in_flight.inc()
+        service.lifecycle.in_flight += 1
+        try:
+            frame = await run_watched(_one_frame(service, asked), request.receive)
+        finally:
+            service.metrics.in_flight.dec()
+            service.lifecycle.in_flight -= 1
+    except Exception as error:
+        found = as_rollplane_error(error)
+        service.metrics.count_error(found, stream=stream)
+        raise found from error
+    service.metrics.requests.labels(outcome="ok", stream="false").inc()
+    service.metrics.latency.labels(stream="false").observe(time.monotonic() - arrived)
+    return Response(frame, media_type=FRAMES, headers={WIRE_HEADER: str(WIRE_VERSION)})
+
+
+async def _read(request: Request, service: Service) -> GenerateRequest:
+    wire = request.headers.get(WIRE_HEADER)
+    if wire != str(WIRE_VERSION):
+        raise InvalidRequest(
+            f"header {WIRE_HEADER} is {wire!r}, this worker speaks wire version {WIRE_VERSION}", param=WIRE_HEADER
+        )
+    kind = request.headers.get("content-type", "").split(";", 1)[0].strip().lower()
+    if kind != MSGPACK:
+        raise UnsupportedMedia(f"Content-Type {kind!r} is not read here; send {MSGPACK}")
+    body = await read_body(
+        request.receive,
+        limit_bytes=service.settings.max_body_bytes,
+        declared=request.headers.get("content-length"),
+        timeout_s=service.settings.body_timeout_s,
+    )
+    hop = await service.in_pool(decode_hop_request, body, big=len(body) > BIG_BODY_BYTES)
+    if hop.deadline_s is not None:
+        hop.request.options.deadline_s = max(hop.deadline_s, 0.001)
+    return hop.request
+
+
+async def _one_frame(service: Service, request: GenerateRequest) -> bytes:
+    events: list[HopEvent] = []
+    big = False
+    async with running(service.engine, request) as source:
+        async for event in source:
+            big = big or is_big(event)
+            events.append(event)
+    return await service.in_pool(encode_frame, events, big=big)
+
+
+class FrameStream:
+    """The ASGI answer of one streamed hop request."""
+
+    def __init__(self, service: Service, request: GenerateRequest, *, arrived: float) -> None:
+        self._service = service
+        self._request = request
+        self._arrived = arrived
+        self._ready: list[HopEvent] = []
+        self._arrived_event = asyncio.Event()
+        self._ended = False
+        self._error: RollplaneError | None = None
+
+    def __repr__(self) -> str:
+        return f"<FrameStream {self._request.request_id}, {len(self._ready)} events ready{', ended' if self._ended else ''}>"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send frames until the events end; hanging up stops the engine's work."""
+        metrics, lifecycle = self._service.metrics, self._service.lifecycle
+        metrics.in_flight.inc()
+        lifecycle.in_flight += 1
+        error: RollplaneError | None = None
+        try:
+            error = await run_watched(self._serve(scope, receive, send), receive)
+        except RollplaneError as hang_up:
+            error = hang_up
+        finally:
+            metrics.in_flight.dec()
+            lifecycle.in_flight -= 1
+        metrics.latency.labels(stream="true").observe(time.monotonic() - self._arrived)
+        if error is not None:
+            metrics.count_error(error, stream=True)
+        else:
+            metrics.requests.labels(outcome="ok", stream="true").inc()
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> RollplaneError | None:
+        reader = asyncio.create_task(self._read(), name=f"events of {self._request.request_id}")
+        try:
+            await self._arrived_event.wait()
+            if self._error is not None and not self._ready:
+                await error_response(self._error)(scope, receive, send)
+                return self._error
+            headers = [(b"content-type", FRAMES.encode()), (WIRE_HEADER.encode(), WIRE_BYTES)]
+            await send({"type": "http.response.start", "status": 200, "headers": headers})
+            while True:
+                await self._arrived_event.wait()
+                self._arrived_event.clear()
+                events, self._ready = self._ready, []
+                ended = self._ended
+                if ended and self._error is not None:
+                    events.append(ErrorEvent(status=self._error.status, error=error_body(self._error)))
+                if events:
+                    big = any(is_big(event) for event in events if not isinstance(event, ErrorEvent))
+                    frame = await self._service.in_pool(encode_frame, events, big=big)
+                    async with asyncio.timeout(self._service.settings.write_stall_s):
+                        await send({"type": "http.response.body", "body": frame, "more_body": not ended})
+                elif ended:
+                    await send({"type": "http.response.body", "body": b"", "more_body": False})
+                if ended:
+                    return self._error
+        finally:
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+
+    async def _read(self) -> None:
+        try:
+            async with running(self._service.engine, self._request) as events:
+                async for event in events:
+                    self._take(event)
+        except Exception as error:
+            self._error = as_rollplane_error(error)
+        self._ended = True
+        self._arrived_event.set()
+
+    def _take(self, event: Event) -> None:
+        self._ready.append(event)
+        self._arrived_event.set()

@@ -1,0 +1,103 @@
+"""What the server counts, in Prometheus' text form: our own `rollplane_*` names and the few vLLM names clients read.
+
+One registry per app, none global. Counters move as requests move; gauges are read from the engine when scraped.
+"""
+
+import time
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+
+from rollplane.errors import EngineProtocolError, RollplaneError
+from rollplane.protocol.info import EngineHealth, EngineInfo
+from rollplane.protocol.response import GenerateResponse
+
+CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
+_HOLDING = ("paused", "pausing", "updating")
+
+
+class Metrics:
+    """The counters and gauges of one app."""
+
+    def __init__(self) -> None:
+        self.registry = CollectorRegistry()
+        to: dict[str, Any] = {"registry": self.registry}
+        self.requests = Counter("rollplane_requests", "Generate requests by outcome", ["outcome", "stream"], **to)
+        self.in_flight = Gauge("rollplane_requests_in_flight", "Generate requests now in this process", **to)
+        self.prompt_tokens = Counter("rollplane_prompt_tokens", "Prompt tokens of answered requests", **to)
+        self.completion_tokens = Counter("rollplane_completion_tokens", "Tokens returned", **to)
+        self.cached_tokens = Counter("rollplane_cached_prompt_tokens", "Prompt tokens read from a cache", **to)
+        self.latency = Histogram(
+            "rollplane_request_seconds", "Arrival to last byte", ["stream"], buckets=_SECONDS, **to
+        )
+        self.first_token = Histogram(
+            "rollplane_time_to_first_token_seconds", "Arrival to first token of a stream", buckets=_SECONDS, **to
+        )
+        self.floored = Counter("rollplane_floored_logprobs", "Alternatives whose log-probability was not finite", **to)
+        self.breaches = Counter("rollplane_invariant_breaches", "Engine answers that broke the response contract", **to)
+        self.admin = Counter(
+            "rollplane_admin_calls", "Administration calls by operation and result", ["call", "result"], **to
+        )
+        self.alive = Gauge("rollplane_engine_alive", "1 while the engine lives", **to)
+        self.state = Gauge("rollplane_engine_state", "1 for the present state", ["state"], **to)
+        self.state_age = Gauge("rollplane_engine_state_age_seconds", "Age of the present state", **to)
+        self.running = Gauge("rollplane_requests_running", "Requests that the engine runs", **to)
+        self.waiting = Gauge("rollplane_requests_waiting", "Requests that wait, held ones included", **to)
+        self.held = Gauge("rollplane_requests_held", "Requests held by a pause or an update", **to)
+        self.stall = Gauge(
+            "rollplane_engine_seconds_without_progress", "Age of the last progress while there is work", **to
+        )
+        self.policy = Gauge("rollplane_policy_version_info", "1 for the version that makes tokens", ["version"], **to)
+        self.policy_age = Gauge("rollplane_policy_version_age_seconds", "How long this version has been current", **to)
+        vllm: dict[str, Any] = {"labelnames": ["engine", "model_name"], **to}
+        self.vllm_running = Gauge("vllm:num_requests_running", "As vLLM names it", **vllm)
+        self.vllm_waiting = Gauge("vllm:num_requests_waiting", "As vLLM names it", **vllm)
+        self.vllm_kv_usage = Gauge("vllm:kv_cache_usage_perc", "Share of KV cache in use, 0 to 1", **vllm)
+        self._state_since: tuple[str, float] = ("", 0.0)
+        self._version_since: tuple[str, float] = ("", 0.0)
+
+    def __repr__(self) -> str:
+        return f"<Metrics at {self._version_since[0]!r}, {self._state_since[0] or 'not scraped'}>"
+
+    def count_response(self, response: GenerateResponse) -> None:
+        """Count a whole answer."""
+        self.prompt_tokens.inc(response.usage.prompt_tokens)
+        self.completion_tokens.inc(response.usage.completion_tokens)
+        self.cached_tokens.inc(response.usage.cached_tokens or 0)
+        self.floored.inc(response.served_by.floored_logprobs)
+
+    def count_error(self, error: RollplaneError, *, stream: bool) -> None:
+        """Count a request that failed, by its error's code."""
+        self.requests.labels(outcome=error.code, stream=str(stream).lower()).inc()
+        if isinstance(error, EngineProtocolError):
+            self.breaches.inc()
+
+    def read_health(self, health: EngineHealth, info: EngineInfo, *, version: str | None) -> None:
+        """Set the gauges from a moment's health."""
+        now = time.time()
+        self.alive.set(health.alive)
+        if health.state != self._state_since[0]:
+            self._state_since = (health.state, now)
+            self.state.clear()
+            self.state.labels(state=health.state).set(1)
+        self.state_age.set(now - self._state_since[1])
+        self.running.set(health.running)
+        self.waiting.set(health.waiting)
+        self.held.set(health.waiting if health.state in _HOLDING else 0)
+        self.stall.set(health.last_progress_s)
+        if version is not None:
+            if version != self._version_since[0]:
+                self._version_since = (version, now)
+                self.policy.clear()
+                self.policy.labels(version=version).set(1)
+            self.policy_age.set(now - self._version_since[1])
+        labels = {"engine": "0", "model_name": info.model}
+        self.vllm_running.labels(**labels).set(health.running)
+        self.vllm_waiting.labels(**labels).set(health.waiting)
+        if health.kv_usage is not None:
+            self.vllm_kv_usage.labels(**labels).set(health.kv_usage)
+
+    def text(self) -> bytes:
+        """The exposition."""
+        return generate_latest(self.registry)

@@ -1,0 +1,47 @@
+"""The outermost middleware: a request id on every answer, and an answer of our shape for every unexpected error."""
+
+import uuid
+from urllib.parse import quote
+
+from starlette.datastructures import Headers, MutableHeaders
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from rollplane.server.error_responses import as_rollplane_error, error_response
+
+MAX_ECHOED_CHARS = 256
+
+
+class ObserveMiddleware:
+    """Sets `X-Request-Id` (the caller's, the request's own, or a new one) and turns stray exceptions into a 500."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Pass the request on; see the class."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        given = Headers(scope=scope).get("x-request-id")
+        scope["rollplane.request_id"] = given if given and len(given) <= MAX_ECHOED_CHARS else uuid.uuid4().hex
+        started = False
+
+        async def send_with_id(message: Message) -> None:
+            nonlocal started
+            if message["type"] == "http.response.start":
+                started = True
+                headers = MutableHeaders(scope=message)
+                headers["X-Request-Id"] = header_text(scope["rollplane.request_id"])
+            await send(message)
+
+        try:
+            await self._app(scope, receive, send_with_id)
+        except Exception as error:
+            if started:
+                raise
+            await error_response(as_rollplane_error(error))(scope, receive, send_with_id)
+
+
+def header_text(request_id: str) -> str:
+    """A request id as a header value: itself where it is ASCII, else percent-encoded."""
+    return request_id if request_id.isascii() and request_id.isprintable() else quote(request_id)

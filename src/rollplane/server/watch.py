@@ -1,0 +1,79 @@
+"""Runs work for a caller and stops it when the caller hangs up.
+
+Servers that announce ASGI 2.3 do not raise when a send has nobody to go to, so a disconnect is only ever seen by
+waiting for it.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import Coroutine
+from typing import Any, TypeVar
+
+from starlette.types import Receive
+
+from rollplane.errors import Cancelled, PayloadTooLarge, Unavailable
+
+T = TypeVar("T")
+
+
+async def read_body(receive: Receive, *, limit_bytes: int, declared: str | None, timeout_s: float) -> bytes:
+    """The request's whole body.
+
+    Args:
+        limit_bytes: largest body; a declared Content-Length over it is refused before anything is read.
+        declared: the Content-Length header.
+        timeout_s: longest time for all of it to arrive.
+
+    Raises:
+        PayloadTooLarge: the message says the limit.
+        Cancelled: the caller went away.
+        Unavailable: it did not arrive in time.
+    """
+    if declared is not None and declared.isdigit() and int(declared) > limit_bytes:
+        raise PayloadTooLarge(f"the body has {int(declared)} bytes, the limit is {limit_bytes}")
+    parts: list[bytes] = []
+    size = 0
+    try:
+        async with asyncio.timeout(timeout_s):
+            while True:
+                message = await receive()
+                if message["type"] == "http.disconnect":
+                    raise Cancelled("the caller went away while it sent its request")
+                part = message.get("body", b"")
+                size += len(part)
+                if size > limit_bytes:
+                    raise PayloadTooLarge(f"the body is larger than the limit of {limit_bytes} bytes")
+                parts.append(part)
+                if not message.get("more_body", False):
+                    return parts[0] if len(parts) == 1 else b"".join(parts)
+    except TimeoutError:
+        raise Unavailable(f"the request's body did not arrive within {timeout_s:g} s") from None
+
+
+async def hung_up(receive: Receive) -> None:
+    """Returns once the caller is gone (or has its whole answer)."""
+    while (await receive())["type"] != "http.disconnect":
+        pass
+
+
+async def run_watched(work: Coroutine[Any, Any, T], receive: Receive) -> T:
+    """The result of `work`, which is cancelled at once when the caller hangs up; its clean-up is waited for.
+
+    Raises:
+        Cancelled: the caller hung up first.
+    """
+    task = asyncio.ensure_future(work)
+    gone = asyncio.ensure_future(hung_up(receive))
+    try:
+        await asyncio.wait({task, gone}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise Cancelled("the caller hung up")
+    finally:
+        gone.cancel()
+        if not task.done():
+            task.cancel()
+        with contextlib.suppress(asyncio.CancelledError, Exception):
+            await task
+        with contextlib.suppress(asyncio.CancelledError):
+            await gone
