@@ -22,7 +22,7 @@ MAX_STATE_BYTES: Final = 16 * 2**20
 _LENGTH: Final = struct.Struct(">I")
 
 
-class WorkerState(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
     """A moment of one worker.
 
     `instance`: new with every start of the process. `epoch`: the newest control epoch it obeyed, None before the first.
@@ -66,7 +66,7 @@ def decode_state(body: bytes) -> WorkerState:
     """
     try:
         raw = _wire_decoder.decode(body).get("wire")
-        wire = WIRE_VERSION if raw is None else msgspec.msgpack.decode(raw)
+        wire = None if raw is None else msgspec.msgpack.decode(raw)
         if wire != WIRE_VERSION:
             raise TransportError(f"the worker speaks wire version {wire!r}, this side {WIRE_VERSION}")
         return _decoder.decode(body)

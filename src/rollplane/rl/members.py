@@ -133,6 +133,8 @@ class Member:
         self.state: MemberState = "joining"
         self.reason: str | None = "not reached yet"
         self.instance: str | None = None
+        self.foreign = False
+        """Its engine's facts differ from the fleet's: no operation is for it."""
         self.since = time.monotonic()
 
     def __repr__(self) -> str:

@@ -1,0 +1,270 @@
+"""One policy update of a whole fleet, step by step: stage on all, pause all, apply on all, verify, then open.
+
+Every step waits for all answers before anything is decided. Whatever happens, also a deadline or a cancellation,
+`settle` then asks each worker what it has: those at the fleet's version resume (unless they were paused before
+the update), all others are fenced and their requests broken off. Nothing of unknown version is resumed.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Final, Literal, TypeVar
+
+import msgspec
+
+from rollplane.errors import CallerError, Conflict, EngineFailed, RollplaneError
+from rollplane.protocol.admin import PauseMode, PauseReport, StagedWeights, UpdateReport
+from rollplane.rl.base import OnFailure, Operation
+from rollplane.rl.members import Member
+
+SETTLE_S: Final = 60.0
+"""Limit of asking all workers what they have and resuming them, also after the operation's own deadline."""
+
+T = TypeVar("T")
+Outcome = Literal["committed", "fenced", "rolled_back", "refused"]
+
+
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """Weights that can be put in place again. `digest` None: never verified yet."""
+
+    path: str
+    version: str
+    digest: str | None = None
+
+
+class Policy(msgspec.Struct, frozen=True, kw_only=True):
+    """What one worker has: version and digest, as it told."""
+
+    version: str
+    digest: str | None
+
+
+class FleetUpdate:
+    """The steps of one update, over members that can all be reached.
+
+    Args:
+        members: the workers it is for.
+        target: path and version; the digest comes from staging.
+        previous: what to go back to, None where it is not known.
+        operation: names the workers' own operations, so that each step may be asked for again.
+    """
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        *,
+        target: Checkpoint,
+        previous: Checkpoint | None,
+        mode: PauseMode,
+        clear_cache: bool,
+        on_failure: OnFailure,
+        operation: Operation,
+    ) -> None:
+        self.members = list(members)
+        self.target = target
+        self.previous = previous
+        self.mode: PauseMode = mode
+        self.clear_cache = clear_cache
+        self.on_failure: OnFailure = on_failure
+        self.operation = operation
+        self.outcome: Outcome | None = None
+        self.errors: dict[str, str] = {}
+        self._before: dict[str, Policy] = {}
+        self._paused_before: set[str] = set()
+        self._rolled_back = False
+
+    def __repr__(self) -> str:
+        return f"<FleetUpdate to {self.target.version!r} on {len(self.members)} workers: {self.outcome or 'under way'}>"
+
+    async def stage(self) -> StagedWeights:
+        """Read and check the checkpoint on every worker; nothing changes anywhere.
+
+        Raises:
+            CallerError, RollplaneError: the first worker's error, with every worker's in `details`.
+            Conflict: the workers read different contents at the path.
+        """
+        found = await every(
+            self.members, lambda m: m.worker.stage_weights(self.target.path, operation=self._named("stage"))
+        )
+        staged = {url: result for url, result in found.items() if isinstance(result, StagedWeights)}
+        errors = {url: error for url, error in found.items() if isinstance(error, RollplaneError)}
+        if errors:
+            self.outcome = "refused"
+            self._note(errors)
+            first = next((e for e in errors.values() if isinstance(e, CallerError)), next(iter(errors.values())))
+            kind = type(first)
+            raise kind(
+                f"{len(errors)} of {len(self.members)} workers could not stage the checkpoint, nothing changed; "
+                f"the first: {first.message}",
+                param=first.param,
+                details={"workers": self.errors},
+            )
+        digests = {url: report.digest for url, report in staged.items()}
+        if len(set(digests.values())) > 1:
+            self.outcome = "refused"
+            raise Conflict(
+                f"the workers read different contents at {self.target.path!r}, nothing changed",
+                param="model_path",
+                details={"digests": digests},
+            )
+        one = next(iter(staged.values()))
+        self.target = msgspec.structs.replace(self.target, digest=one.digest)
+        return one
+
+    def done_already(self) -> bool:
+        """Whether every worker has the target's version and contents."""
+        return all(m.state == "current" and self._has(m, self.target) for m in self.members)
+
+    async def apply(self) -> None:
+        """Pause all, apply on all, verify all; then `outcome` says what was decided. Raises nothing of the workers'."""
+        await every(self.members, lambda m: m.worker.refresh())
+        for member in self.members:
+            heard = member.worker.state
+            if heard is not None:
+                self._before[member.url] = Policy(version=heard.policy_version, digest=heard.policy_digest)
+                if heard.paused:
+                    self._paused_before.add(member.url)
+            member.enter("updating", f"update to {self.target.version!r}")
+        paused = await every(self.members, self._pause)
+        ready = [m for m in self.members if isinstance(paused[m.url], PauseReport)]
+        self._note(paused)
+        if len(ready) < len(self.members) and (self.on_failure == "rollback" or not ready):
+            self.outcome = "rolled_back"
+            return
+        applied = await every(ready, self._apply_one)
+        self._note(applied)
+        good = [m for m in ready if isinstance(applied[m.url], UpdateReport)]
+        if len(good) == len(self.members):
+            self.outcome = "committed"
+        elif good and self.on_failure == "fence":
+            self.outcome = "fenced"
+        else:
+            await self._roll_back(ready)
+            self.outcome = "rolled_back"
+
+    async def settle(self) -> None:
+        """Ask every worker what it has and decide its place; see the module."""
+        await every(self.members, self._settle_one)
+
+    def failure(self) -> EngineFailed:
+        """The error of an update that was not committed."""
+        versions = {m.url: m.version for m in self.members}
+        fenced = [m.url for m in self.members if m.state == "fenced"]
+        ending = f"fenced: {', '.join(fenced)}" if fenced else "every worker serves the version it had"
+        return EngineFailed(
+            f"the update to {self.target.version!r} failed on {len(self.errors)} of {len(self.members)} workers; {ending}",
+            details={"workers": self.errors, "policy_versions": versions, "fenced": fenced},
+        )
+
+    # -- one worker ------------------------------------------------------------------------------------------------
+
+    async def _pause(self, member: Member) -> PauseReport:
+        return await member.worker.pause(self.mode, clear_cache=self.clear_cache)
+
+    async def _apply_one(self, member: Member) -> UpdateReport:
+        report = await self._put(member, self.target, step="apply")
+        await self._verify(member, self.target)
+        return report
+
+    async def _put(self, member: Member, checkpoint: Checkpoint, *, step: str) -> UpdateReport:
+        return await member.worker.update_from_disk(
+            checkpoint.path,
+            version=checkpoint.version,
+            mode=self.mode,
+            clear_cache=self.clear_cache,
+            expected_digest=checkpoint.digest,
+            operation=self._named(step),
+        )
+
+    async def _verify(self, member: Member, checkpoint: Checkpoint) -> None:
+        await member.worker.refresh()
+        if not self._has(member, checkpoint):
+            heard = member.worker.state
+            raise EngineFailed(
+                f"worker {member.url} has {'nothing' if heard is None else (heard.policy_version, heard.policy_digest)} "
+                f"after the update to {(checkpoint.version, checkpoint.digest)}"
+            )
+
+    async def _roll_back(self, members: Sequence[Member]) -> None:
+        """Put the previous checkpoint back wherever the worker is not as it was before."""
+        self._rolled_back = True
+        await every(members, lambda m: m.worker.refresh())
+        changed = [m for m in members if not self._as_before(m)]
+        if self.previous is None:
+            for member in changed:
+                self.errors.setdefault(member.url, "the previous checkpoint is not known, so it cannot go back")
+            return
+        previous = self.previous
+        back = await every(changed, lambda m: self._put(m, previous, step="rollback"))
+        self._note({url: result for url, result in back.items() if isinstance(result, RollplaneError)})
+
+    async def _settle_one(self, member: Member) -> None:
+        if member.state != "updating":
+            return
+        try:
+            await member.worker.refresh()
+            if not self._stays(member):
+                raise EngineFailed(self.errors.get(member.url) or "its policy version is not the fleet's")
+            # Also where the answer of our pause was lost: whoever was not paused before is not to stay so.
+            if member.url not in self._paused_before:
+                await member.worker.resume()
+                await member.worker.refresh()
+        except RollplaneError as error:
+            member.enter("fenced", error.message)
+            self.errors.setdefault(member.url, error.message)
+            member.worker.drop_requests(f"worker {member.url} was fenced: {error.message}")
+        else:
+            member.enter("current")
+
+    def _stays(self, member: Member) -> bool:
+        """Whether what the worker has is what the fleet serves after this update."""
+        heard = member.worker.state
+        if heard is None or not heard.health.alive or heard.health.state not in ("ready", "paused", "pausing"):
+            return False
+        if self.outcome in ("committed", "fenced"):
+            return self._has(member, self.target)
+        return self._as_before(member) or (
+            self._rolled_back and self.previous is not None and self._has(member, self.previous)
+        )
+
+    def _as_before(self, member: Member) -> bool:
+        heard = member.worker.state
+        return (
+            heard is not None
+            and heard.health.state != "failed"
+            and Policy(version=heard.policy_version, digest=heard.policy_digest) == self._before.get(member.url)
+        )
+
+    @staticmethod
+    def _has(member: Member, checkpoint: Checkpoint) -> bool:
+        heard = member.worker.state
+        return (
+            heard is not None
+            and heard.health.state != "failed"
+            and heard.policy_version == checkpoint.version
+            and heard.policy_digest == checkpoint.digest
+        )
+
+    def _named(self, step: str) -> Operation:
+        return Operation(
+            id=f"{self.operation.id}/{step}", epoch=self.operation.epoch, deadline_s=self.operation.deadline_s
+        )
+
+    def _note(self, results: dict[str, Any]) -> None:
+        for url, result in results.items():
+            if isinstance(result, RollplaneError):
+                self.errors[url] = result.message
+
+
+async def every(members: Sequence[Member], work: Callable[[Member], Awaitable[T]]) -> dict[str, T | RollplaneError]:
+    """`work` on all members at once: the result or our error of each, by address, all waited for.
+
+    Raises:
+        BaseException: an error that is not one of ours, after all have ended.
+    """
+    results = await asyncio.gather(*(work(member) for member in members), return_exceptions=True)
+    out: dict[str, T | RollplaneError] = {}
+    for member, result in zip(members, results, strict=True):
+        if isinstance(result, BaseException) and not isinstance(result, RollplaneError):
+            raise result
+        out[member.url] = result
+    return out
