@@ -239,7 +239,10 @@ def read_text(option: Option, text: str | list[str], *, origin: str) -> Any:
         InvalidRequest: it stands for none.
     """
     if option.shape in ("list", "map"):
-        parts = [part.strip() for each in ([text] if isinstance(text, str) else text) for part in each.split(",")]
+        # Text of a map is cut at commas only where it is one text: a repeated flag may hold JSON.
+        whole = isinstance(text, list) and option.shape == "map"
+        given = text if isinstance(text, list) else [text]
+        parts = [part.strip() for each in given for part in ([each] if whole else each.split(","))]
         parts = [part for part in parts if part]
         if option.shape == "list":
             return parts

@@ -1,6 +1,7 @@
 """The API description: OpenAPI 3.1 generated from the route table and the records, and a page that shows it."""
 
 import html
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -69,7 +70,7 @@ def _operation(route: ApiRoute, method: str, refs: dict[Any, dict[str, Any]]) ->
         responses[str(status)] = {"description": _REASONS[status], "content": own if health else error}
     operation: dict[str, Any] = {
         "summary": doc.summary,
-        "operationId": f"{method.lower()}{route.path.replace('/', '_').replace('{', '').replace(':path}', '')}",
+        "operationId": re.sub(r"[^a-z0-9]+", "_", f"{method}{route.path}".lower()).strip("_"),
         "tags": [doc.tag],
         "responses": responses,
         "security": [] if route.access == "open" else [{"bearer": []}],

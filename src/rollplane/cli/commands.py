@@ -1,0 +1,71 @@
+"""The commands. Each loads what it needs when it runs; options come from the settings' declarations."""
+
+import importlib
+from typing import Any
+
+import typer
+
+import rollplane
+from rollplane.cli.flags import settings_command
+from rollplane.config import Settings
+
+app = typer.Typer(
+    name="rollplane",
+    help="The rollout-serving plane of an RL post-training system: token ids in, token ids out.",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+)
+
+
+def _worker(settings: Settings) -> None:
+    """Serve one engine: Generate, administration and discovery of itself."""
+    importlib.import_module("rollplane.cli.worker").main(settings)
+
+
+def _frontend(settings: Settings) -> None:
+    """Serve many workers as one: routing, fleet administration and discovery."""
+    importlib.import_module("rollplane.cli.frontend").main(settings)
+
+
+def _serve(settings: Settings) -> None:
+    """Start a frontend and its workers on this machine, and keep them running."""
+    importlib.import_module("rollplane.cli.supervisor").main(settings)
+
+
+app.command("worker")(settings_command(["server", "worker"], _worker))
+app.command("frontend")(settings_command(["server", "frontend"], _frontend))
+app.command("serve")(
+    settings_command(
+        ["server", "serve", "worker", "frontend"],
+        _serve,
+        without=frozenset(
+            {
+                "frontend.workers",
+                "frontend.worker_key_file",
+                "worker.name",
+                "worker.public_url",
+                "server.stop_with_stdin",
+            }
+        ),
+    )
+)
+
+
+@app.command(
+    "demo",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    help="Train a tiny policy through the whole stack on this machine.",
+)
+def demo(context: typer.Context) -> None:
+    """Hand all arguments to the demo's own command."""
+    run: Any = importlib.import_module("rollplane.demo.command").demo
+    inner = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    inner.command()(run)
+    inner(args=context.args, prog_name="rollplane demo", standalone_mode=True)
+
+
+@app.command("version")
+def version() -> None:
+    """Print the version."""
+    typer.echo(rollplane.__version__)

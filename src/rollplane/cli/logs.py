@@ -1,0 +1,48 @@
+"""Log lines: an event name and keys, on standard error (standard output is for the ready line)."""
+
+import asyncio
+import logging
+import sys
+from collections.abc import Coroutine
+from typing import Any
+
+import structlog
+
+from rollplane.config import ServerSettings
+
+
+def configure_logs(settings: ServerSettings) -> None:
+    """Set up structlog, and the standard library's loggers of the libraries beneath, for this process."""
+    level = getattr(logging, settings.log_level.upper())
+    shared: list[Any] = [
+        structlog.contextvars.merge_contextvars,
+        structlog.processors.add_log_level,
+        structlog.processors.TimeStamper(fmt="iso", utc=True),
+    ]
+    as_json = settings.log_format == "json"
+    last: list[Any] = (
+        [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
+        if as_json
+        else [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+    )
+    structlog.configure(
+        processors=[*shared, *last],
+        wrapper_class=structlog.make_filtering_bound_logger(level),
+        logger_factory=structlog.PrintLoggerFactory(sys.stderr),
+        cache_logger_on_first_use=True,
+    )
+    logging.basicConfig(
+        stream=sys.stderr, level=max(level, logging.WARNING), format="%(levelname)s %(name)s %(message)s"
+    )
+
+
+def run_logged(settings: ServerSettings, work: Coroutine[Any, Any, None]) -> None:
+    """Run a server's coroutine in a new event loop (uvloop where it is installed) with logs set up."""
+    configure_logs(settings)
+    try:
+        import uvloop
+    except ModuleNotFoundError:
+        asyncio.run(work)
+        return
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        runner.run(work)

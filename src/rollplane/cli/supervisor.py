@@ -1,0 +1,329 @@
+"""`rollplane serve`: a frontend and its workers as child processes, kept running until told to stop.
+
+Each child has a process group of its own, so that what it started goes with it, and reads its standard input, which is a
+pipe of ours: when this process ends, by whatever way, the pipe does too and the child stops. Children get their settings as
+a private file and nothing by environment; the workers' admin key is made for this run and is in a private file too.
+"""
+
+import asyncio
+import contextlib
+import os
+import secrets
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections.abc import Generator
+from pathlib import Path
+from typing import Any, Final, Literal
+
+import msgspec
+import structlog
+
+from rollplane.config import ENV_PREFIX, FrontendSettings, ServerSettings, ServeSettings, Settings, WorkerSettings
+from rollplane.errors import Unavailable
+from rollplane.server.auth import KeyRing, check_binding
+from rollplane.server.ops import bind, say_ready
+
+STEADY_S: Final = 60.0
+"""A child that lived this long starts again without a pause."""
+KILL_AFTER_S: Final = 10.0
+CRASHES_AT_START: Final = 3
+"""So many ends before it was ever ready, and a child is given up."""
+
+ChildState = Literal["starting", "ready", "waiting", "stopped"]
+log = structlog.get_logger("rollplane.serve")
+
+
+class Child:
+    """One child process, started again with a growing pause when it ends by itself."""
+
+    def __init__(self, name: str, arguments: list[str], *, settings: ServeSettings) -> None:
+        self.name = name
+        self.state: ChildState = "starting"
+        self.restarts = 0
+        self.url: str | None = None
+        self.failure: str | None = None
+        self.ready = asyncio.Event()
+        self._arguments = arguments
+        self._settings = settings
+        self._process: asyncio.subprocess.Process | None = None
+        self._stopping = asyncio.Event()
+
+    def __repr__(self) -> str:
+        pid = self._process.pid if self._process is not None else "-"
+        return f"<Child {self.name} {self.state} pid={pid} restarts={self.restarts}>"
+
+    async def run(self) -> None:
+        """Keep the process running until `stop`.
+
+        Raises:
+            Unavailable: it ended `CRASHES_AT_START` times before it was ever ready, or restarts are off.
+        """
+        pause_s = self._settings.backoff_s
+        early = 0
+        while not self._stopping.is_set():
+            began = time.monotonic()
+            self.state = "starting"
+            code = await self._once()
+            self.ready.clear()
+            if self._stopping.is_set():
+                break
+            early = early + 1 if self.url is None else 0
+            log.warning("child_ended", child=self.name, code=code, lived_s=round(time.monotonic() - began, 1))
+            if not self._settings.restart or code == 2 or early >= CRASHES_AT_START:
+                self.failure = f"{self.name} ended with code {code}"
+                raise Unavailable(f"{self.failure}; its log lines above have the reason")
+            pause_s = self._settings.backoff_s if time.monotonic() - began > STEADY_S else pause_s
+            self.state = "waiting"
+            log.info("child_restart", child=self.name, in_s=pause_s)
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(self._stopping.wait(), pause_s)
+            pause_s = min(pause_s * 2, self._settings.max_backoff_s)
+            self.restarts += 1
+        self.state = "stopped"
+
+    def stop(self) -> None:
+        """Ask the process to drain and end; it is not started again."""
+        self._stopping.set()
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        """End the process and all that it started, now."""
+        self._signal(signal.SIGKILL)
+
+    async def _once(self) -> int:
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "rollplane.cli.main",
+            *self._arguments,
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env=_child_environment(),
+            process_group=0,
+            limit=1 << 20,
+        )
+        self._process = process
+        log.info("child_started", child=self.name, pid=process.pid)
+        reader = asyncio.create_task(self._read_lines(process))
+        try:
+            return await process.wait()
+        finally:
+            self.kill()  # what it started and left behind
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+            if process.stdin is not None:
+                process.stdin.close()
+
+    async def _read_lines(self, process: asyncio.subprocess.Process) -> None:
+        if process.stdout is None:
+            return
+        async for line in process.stdout:
+            try:
+                said = msgspec.json.decode(line, type=dict[str, Any])
+            except msgspec.MsgspecError:
+                sys.stderr.write(f"[{self.name}] {line.decode('utf-8', 'replace')}")
+                continue
+            if said.get("event") == "ready":
+                self.url = str(said.get("url"))
+                self.state = "ready"
+                self.ready.set()
+                log.info("child_ready", child=self.name, url=self.url)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError, PermissionError):
+                os.killpg(self._process.pid, number)
+
+
+async def run_serve(settings: Settings) -> None:
+    """Start the workers, then the frontend; keep them until told to stop.
+
+    Raises:
+        InvalidRequest: settings that nothing can be served with.
+        Unavailable: a child did not become ready, or was given up.
+    """
+    server, serve = settings.table(ServerSettings), settings.table(ServeSettings)
+    keys = KeyRing(server.data_key_file, server.admin_key_file)
+    check_binding(server.host, keys)
+    _check_port(server)
+    with tempfile.TemporaryDirectory(prefix="rollplane-") as private:
+        plan = _Plan(settings, directory=Path(private), open_to_all=keys.open)
+        workers = [Child(f"worker-{i}", plan.worker(i), settings=serve) for i in range(serve.workers)]
+        frontend = Child("frontend", plan.frontend(), settings=serve)
+        await _supervise(workers, frontend, server=server, serve=serve)
+
+
+async def _supervise(workers: list[Child], frontend: Child, *, server: ServerSettings, serve: ServeSettings) -> None:
+    stop = asyncio.Event()
+    children = list(workers)
+    tasks = {asyncio.create_task(child.run(), name=child.name): child for child in workers}
+    with _stop_on_signals(stop, children):
+        try:
+            await _all_ready(workers, tasks, stop, limit_s=serve.start_timeout_s)
+            if not stop.is_set():
+                children.append(frontend)
+                tasks[asyncio.create_task(frontend.run(), name=frontend.name)] = frontend
+                await _all_ready([frontend], tasks, stop, limit_s=serve.start_timeout_s)
+            if not stop.is_set():
+                urls = [child.url for child in workers]
+                log.info("ready", url=frontend.url, workers=urls)
+                say_ready(server, url=frontend.url or "", role="serve", workers=urls)
+                await _until_stop(tasks, stop)
+        finally:
+            await _stop_all(children, tasks, drain_s=server.drain_s)
+    for task in tasks:
+        if not task.cancelled() and (error := task.exception()) is not None:
+            raise error
+
+
+async def _all_ready(
+    children: list[Child], tasks: dict[asyncio.Task[None], Child], stop: asyncio.Event, *, limit_s: float
+) -> None:
+    waits = [asyncio.create_task(child.ready.wait()) for child in children]
+    stopping = asyncio.create_task(stop.wait())
+    everything = asyncio.gather(*waits)
+    try:
+        done, _ = await asyncio.wait(
+            {everything, stopping, *tasks}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED
+        )
+        if not done:
+            late = ", ".join(child.name for child in children if not child.ready.is_set())
+            raise Unavailable(f"not ready within {limit_s:g} s: {late}")
+        for task in done & set(tasks):
+            task.result()
+    finally:
+        everything.cancel()
+        stopping.cancel()
+        await asyncio.gather(everything, stopping, return_exceptions=True)
+
+
+async def _until_stop(tasks: dict[asyncio.Task[None], Child], stop: asyncio.Event) -> None:
+    stopping = asyncio.create_task(stop.wait())
+    try:
+        await asyncio.wait({stopping, *tasks}, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        stopping.cancel()
+
+
+async def _stop_all(children: list[Child], tasks: dict[asyncio.Task[None], Child], *, drain_s: float) -> None:
+    """The frontend first: it drains while the workers still serve what it has in flight."""
+    limit_s = drain_s + KILL_AFTER_S
+    for group in ([c for c in children if c.name == "frontend"], [c for c in children if c.name != "frontend"]):
+        pending = {task for task, child in tasks.items() if child in group and not task.done()}
+        for child in group:
+            child.stop()
+        if pending:
+            _, late = await asyncio.wait(pending, timeout=limit_s)
+            for task in late:
+                log.error("child_killed", child=tasks[task].name, after_s=limit_s)
+                tasks[task].kill()
+            if late:
+                await asyncio.wait(late, timeout=KILL_AFTER_S)
+    log.info("stopped", children=len(children))
+
+
+class _Plan:
+    """The command lines of the children, their settings in private files."""
+
+    def __init__(self, settings: Settings, *, directory: Path, open_to_all: bool) -> None:
+        self._server = settings.table(ServerSettings)
+        self._worker = settings.table(WorkerSettings)
+        self._frontend = settings.table(FrontendSettings)
+        self._serve = settings.table(ServeSettings)
+        self._directory = directory
+        self._ports = _free_ports(self._serve.workers)
+        self._key_file = directory / "worker-admin-key"
+        _write_private(self._key_file, secrets.token_urlsafe(32) + "\n")
+        # Workers have a key, so they need roots; where the frontend is open, every path is allowed as it would be there.
+        self._roots = ["/"] if open_to_all and not self._server.root else list(self._server.root)
+
+    def worker(self, index: int) -> list[str]:
+        """The arguments of one worker."""
+        server = {
+            "host": "127.0.0.1",
+            "port": self._ports[index],
+            "data_key_file": [],
+            "admin_key_file": [str(self._key_file)],
+            "root": self._roots,
+        }
+        worker = {"name": f"worker-{index}", "public_url": None}
+        return self._command("worker", f"worker-{index}", server=server, worker=worker)
+
+    def frontend(self) -> list[str]:
+        """The arguments of the frontend."""
+        urls = [f"http://127.0.0.1:{port}" for port in self._ports]
+        frontend = {"workers": urls, "worker_key_file": str(self._key_file)}
+        return self._command("frontend", "frontend", server={}, frontend=frontend)
+
+    def _command(self, command: str, name: str, *, server: dict[str, Any], **tables: dict[str, Any]) -> list[str]:
+        own = {"ready_file": None, "stop_with_stdin": True}
+        tree = {"server": msgspec.to_builtins(self._server) | server | own}
+        base = {"worker": self._worker, "frontend": self._frontend}
+        for table, values in tables.items():
+            tree[table] = msgspec.to_builtins(base[table]) | values
+        file = self._directory / f"{name}.json"
+        _write_private(file, msgspec.json.encode(tree).decode())
+        return [command, "--config", str(file)]
+
+
+def _write_private(path: Path, text: str) -> None:
+    with os.fdopen(os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "w", encoding="utf-8") as file:
+        file.write(text)
+
+
+def _child_environment() -> dict[str, str]:
+    """Ours without settings: they are merged already, and a variable would win over the child's file."""
+    return {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
+
+
+def _free_ports(count: int) -> list[int]:
+    """Ports of loopback that were free a moment ago; a worker keeps its own through restarts."""
+    with contextlib.ExitStack() as stack:
+        found = []
+        for _ in range(count):
+            sock = stack.enter_context(socket.socket())
+            sock.bind(("127.0.0.1", 0))
+            found.append(int(sock.getsockname()[1]))
+    return found
+
+
+def _check_port(server: ServerSettings) -> None:
+    """Say at once that a port is taken, not after the workers have loaded.
+
+    Raises:
+        InvalidRequest: it is.
+    """
+    if server.port:
+        bind(server).close()
+
+
+@contextlib.contextmanager
+def _stop_on_signals(stop: asyncio.Event, children: list[Child]) -> Generator[None, None, None]:
+    loop = asyncio.get_running_loop()
+
+    def on_signal(name: str) -> None:
+        if stop.is_set():
+            log.warning("stop_now", reason=name)
+            for child in children:
+                child.kill()
+            return
+        log.info("stop", reason=name)
+        stop.set()
+
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, on_signal, number.name)
+    try:
+        yield
+    finally:
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+
+
+def main(settings: Settings) -> None:
+    """Start a frontend and its workers on this machine, and keep them running."""
+    from rollplane.cli.logs import run_logged
+
+    run_logged(settings.table(ServerSettings), run_serve(settings))

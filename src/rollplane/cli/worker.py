@@ -1,0 +1,65 @@
+"""`rollplane worker`: one engine replica as a whole server."""
+
+import structlog
+
+from rollplane import config, worker
+from rollplane.cli.engines import build_engine
+from rollplane.config import ServerSettings, Settings
+from rollplane.server import ops
+from rollplane.server.app import create_app
+from rollplane.server.auth import KeyRing, check_binding
+from rollplane.server.metrics import Metrics
+from rollplane.server.service import Service
+
+log = structlog.get_logger("rollplane.worker")
+
+
+async def run_worker(settings: Settings) -> None:
+    """Start the engine, serve until told to stop.
+
+    Raises:
+        InvalidRequest: settings that nothing can be served with.
+        EngineDied: the engine died.
+    """
+    server, about = settings.table(ServerSettings), settings.table(config.WorkerSettings)
+    keys = KeyRing(server.data_key_file, server.admin_key_file)
+    check_binding(server.host, keys)
+    engine = build_engine(about)
+    sock = ops.bind(server)
+    url = about.public_url or ops.url_of(sock)
+    serving = worker.Worker(
+        engine,
+        settings=worker.WorkerSettings(
+            name=about.name or f"worker-{sock.getsockname()[1]}",
+            namespace=about.namespace,
+            component=about.component,
+            system_url=url,
+            hold_limit_s=about.max_hold_s,
+        ),
+    )
+    log.info("engine_starting", engine=about.engine, model=about.model)
+    try:
+        await serving.start()
+    except BaseException:
+        sock.close()
+        await serving.close()
+        raise
+    service = Service(
+        role="worker", engine=serving, admin=serving, worker=serving, settings=server, keys=keys, metrics=Metrics()
+    )
+
+    def ready() -> None:
+        info = serving.info
+        log.info(
+            "ready", url=url, model=info.model, engine=info.engine, policy_version=serving.version, keys=repr(keys)
+        )
+        ops.say_ready(server, url=url, role="worker", model=info.model, worker=serving.settings.name)
+
+    await ops.run(create_app(service), service, sock, on_ready=ready, exit_on_death=True)
+
+
+def main(settings: Settings) -> None:
+    """Serve one engine: Generate, administration and discovery of itself."""
+    from rollplane.cli.logs import run_logged
+
+    run_logged(settings.table(ServerSettings), run_worker(settings))
