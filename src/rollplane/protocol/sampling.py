@@ -6,6 +6,7 @@ engine's vocabulary, widths and abilities is in `rollplane.admission`.
 """
 
 import math
+import re
 from typing import Any, Final
 
 import msgspec
@@ -91,6 +92,9 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
         """Whether top-k, top-p or min-p removes tokens from the support."""
         return self.top_k_limit > 0 or self.get("top_p", 1.0) < 1.0 or self.get("min_p", 0.0) > 0.0
 
+
+_MSGSPEC_PATH: Final = re.compile(r"(.*) - at `(?:key` in `)?\$([^`]*)`", re.DOTALL)
+"""A refusal of msgspec: its sentence and the path of the value (or of the object whose key it refuses)."""
 
 FIELD_NAMES: Final[tuple[str, ...]] = SamplingParams.__struct_fields__
 
@@ -239,7 +243,6 @@ def _refuse(name: str, says: str) -> None:
 
 def invalid_from_msgspec(error: msgspec.ValidationError | msgspec.DecodeError, *, root: str) -> InvalidRequest:
     """Our error for a value that msgspec refused: its sentence, with the path rooted at the field's public name."""
-    text, _, path = str(error).rpartition(" - at `")
-    path = path.rpartition("` in `$")[2].rstrip("`").removeprefix("$")
-    where = root + path
+    found = _MSGSPEC_PATH.fullmatch(str(error))
+    text, where = (found[1], root + found[2]) if found else (str(error), root)
     return InvalidRequest(f"{where}: {text[:1].lower()}{text[1:]}", param=where)

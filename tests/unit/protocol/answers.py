@@ -1,5 +1,6 @@
 """Random valid answers for tests of the core, and their contract written out naively, one Python loop per rule."""
 
+import itertools
 import math
 from typing import Any
 
@@ -212,9 +213,9 @@ def _broken_choice(choice: Choice, *, prompt: int, logprobs: bool, start: int | 
 
 def _rows(offsets: np.ndarray, flat: np.ndarray, *, rows: int) -> list[list[int]] | None:
     at = offsets.tolist()
-    if len(at) != rows + 1 or at[0] != 0 or at[-1] != len(flat) or any(b < a for a, b in zip(at, at[1:], strict=False)):
+    if len(at) != rows + 1 or at[0] != 0 or at[-1] != len(flat) or any(b < a for a, b in itertools.pairwise(at)):
         return None
-    return [flat.tolist()[a:b] for a, b in zip(at, at[1:], strict=False)]
+    return [flat.tolist()[a:b] for a, b in itertools.pairwise(at)]
 
 
 def _bad_alternatives(part: Any) -> bool:

@@ -9,12 +9,12 @@ import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
+from tests.unit.protocol.answers import float32, int32, responses
 
 from rollplane.protocol.answer import decode_msgpack, encode_json, encode_msgpack
 from rollplane.protocol.artifacts import PromptLogprobs, RoutedExperts, TokenLogprobs
 from rollplane.protocol.events import ServedBy
 from rollplane.protocol.response import Choice, GenerateResponse, Usage
-from tests.unit.protocol.answers import float32, int32, responses
 
 
 def strict(body: bytes) -> Any:
