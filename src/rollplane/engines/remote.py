@@ -275,7 +275,7 @@ class RemoteEngine:
         """Ask for the state now, whatever the follower is doing.
 
         Raises:
-            RollplaneError, TransportError: no state.
+            RollplaneError: no state; the worker counts as unreachable until it is heard again.
         """
         url = self.base_url + STATE_PATH
         timeout = aiohttp.ClientTimeout(total=self._connect_timeout_s * 2, sock_connect=self._connect_timeout_s)
@@ -284,9 +284,14 @@ class RemoteEngine:
                 content = await answer.read()
                 if answer.status != 200:
                     raise error_from_answer(answer.status, content, answer.headers, url=url)
+            state = decode_state(content)
         except (aiohttp.ClientError, OSError) as error:
-            raise self._translate(error, deadline_s=None) from error
-        state = decode_state(content)
+            found = TransportError(f"worker {self.base_url} does not say its state: {_says(error)}")
+            self._lost(found.message)
+            raise found from error
+        except RollplaneError as error:
+            self._lost(error.message)
+            raise
         self._heard(state)
         return state
 

@@ -6,6 +6,7 @@ import aiohttp
 
 from rollplane.client.admin import AdminClient
 from rollplane.engines.remote import RemoteEngine
+from rollplane.errors import Conflict
 from rollplane.protocol.admin import (
     AdapterRecord,
     FlushReport,
@@ -129,7 +130,12 @@ class RemoteWorker:
 
     async def flush_cache(self, *, preempt: bool = False) -> FlushReport:
         """See `PolicyAdmin.flush_cache`."""
-        return await self._admin.flush_cache(preempt=preempt)
+        try:
+            return await self._admin.flush_cache(preempt=preempt)
+        except Conflict as error:  # the route answers 409 where nothing was reset
+            if error.details is None or error.details.get("reset") is not False:
+                raise
+            return FlushReport(reset=False, reason=error.message)
 
     async def workers(self) -> list[WorkerRecord]:
         """The worker's own record."""

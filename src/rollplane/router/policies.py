@@ -1,0 +1,65 @@
+"""In which order workers are tried: pure functions of what is known at the moment of choosing."""
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Final, Protocol
+
+from rollplane.errors import InvalidRequest
+from rollplane.protocol.request import GenerateRequest
+from rollplane.router.worker import RoutedWorker
+
+
+class Policy(Protocol):
+    """Orders workers by preference; the router sends to the first and turns to the next when that one fails."""
+
+    def order(self, request: GenerateRequest, workers: Sequence[RoutedWorker]) -> list[RoutedWorker]:
+        """All of `workers` (at least one, all of them allowed), best first. Decides only; the caller counts."""
+        ...
+
+
+class RoundRobin:
+    """One after the other."""
+
+    def __init__(self) -> None:
+        self._turn: Iterator[int] = itertools.count()
+
+    def __repr__(self) -> str:
+        return "<RoundRobin>"
+
+    def order(self, request: GenerateRequest, workers: Sequence[RoutedWorker]) -> list[RoutedWorker]:
+        """See `Policy.order`."""
+        at = next(self._turn) % len(workers)
+        return [*workers[at:], *workers[:at]]
+
+
+class LeastLoaded:
+    """The fewest sequences in flight, then the fewest prompt tokens; among equals, one after the other."""
+
+    def __init__(self) -> None:
+        self._turn: Iterator[int] = itertools.count()
+
+    def __repr__(self) -> str:
+        return "<LeastLoaded>"
+
+    def order(self, request: GenerateRequest, workers: Sequence[RoutedWorker]) -> list[RoutedWorker]:
+        """See `Policy.order`."""
+        at = next(self._turn) % len(workers)
+        return sorted([*workers[at:], *workers[:at]], key=lambda worker: (worker.load, worker.tokens))
+
+
+POLICIES: Final[dict[str, Callable[[], Policy]]] = {"least_loaded": LeastLoaded, "round_robin": RoundRobin}
+"""Policy name -> its maker."""
+
+DEFAULT_POLICY: Final = "least_loaded"
+
+
+def make_policy(name: str | None = None) -> Policy:
+    """The policy of a name, the default one for None.
+
+    Raises:
+        InvalidRequest: no such policy.
+    """
+    maker = POLICIES.get(name or DEFAULT_POLICY)
+    if maker is None:
+        raise InvalidRequest(f"router policy {name!r} is unknown; known: {', '.join(sorted(POLICIES))}", param="router")
+    return maker()
