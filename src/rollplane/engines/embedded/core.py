@@ -6,7 +6,7 @@ between steps only.
 """
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Final, Literal
 
 import torch
 from tokenizers import Tokenizer
@@ -22,9 +22,11 @@ from rollplane.engines.embedded.sequence import Generation, LogitRules, Sequence
 from rollplane.engines.embedded.slots import DecodeCache, PrefillCache, SlotTable
 from rollplane.engines.embedded.stops import StopMatcher
 from rollplane.engines.embedded.weights import CheckpointLayout, LoadedCheckpoint
-from rollplane.errors import Conflict, InvalidRequest
+from rollplane.errors import Conflict, InvalidRequest, NotFound
 
 PauseMode = Literal["keep", "wait", "abort"]
+
+_STRICTNESS: Final[list[PauseMode]] = ["keep", "wait", "abort"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -67,6 +69,7 @@ class Core:
         self.version = version
         self.paused: PauseMode | None = None
         self.steps = 0
+        self.generated_tokens = 0
         self.layout = CheckpointLayout(model)
         self.adapters = AdapterSet(
             model.module, max_adapters=self.settings.max_adapters, max_rank=self.settings.max_adapter_rank
@@ -91,10 +94,11 @@ class Core:
         """Queue a validated request.
 
         Raises:
-            InvalidRequest: an adapter that is not loaded, or stop strings without a tokenizer.
+            NotFound: the adapter is not loaded.
+            InvalidRequest: stop strings without a tokenizer.
         """
         if request.adapter is not None and request.adapter not in self.adapters:
-            raise InvalidRequest(f"adapter {request.adapter!r} is not loaded", param="model")
+            raise NotFound(f"adapter {request.adapter!r} is not loaded", param="model")
         if request.stop and self.tokenizer is None:
             raise InvalidRequest(
                 "stop strings need the model's tokenizer.json, which is missing; use stop_token_ids", param="stop"
@@ -144,6 +148,10 @@ class Core:
         self.scheduler.held = True
         return self.abort(None) if mode == "abort" else []
 
+    def stricter_mode(self, mode: PauseMode) -> PauseMode:
+        """The stricter of `mode` and the one in force: abort over wait over keep."""
+        return max(mode, self.paused or "keep", key=_STRICTNESS.index)
+
     def resume(self) -> None:
         """Step again."""
         self.paused = None
@@ -159,6 +167,17 @@ class Core:
             sequence.computed = 0
             touched += 1
         return touched + self._restart_partial()
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; an unknown name is no error.
+
+        Raises:
+            Conflict: a request still uses it.
+        """
+        users = sum(request.adapter == name for request in self.scheduler.requests())
+        if users:
+            raise Conflict(f"adapter {name!r} is used by {users} request(s)")
+        self.adapters.unload(name)
 
     def apply_weights(self, checkpoint: LoadedCheckpoint, *, version: str) -> None:
         """Copy a checked checkpoint into the model's own parameters; the version changes last.
@@ -304,6 +323,7 @@ class Core:
         if any(s.request.sampling_mask for s in rows):
             _keep_masks(processed, tokens, rows, controls)
         self.slots.lengths[slots] += 1
+        self.generated_tokens += len(rows)
         finite = own[:, 0].isfinite().tolist()
         for sequence, token_id, usable in zip(rows, tokens.tolist(), finite, strict=True):
             sequence.accept(token_id, version=self.version)
@@ -347,17 +367,15 @@ class Core:
 
     def _retire(self) -> list[Emission]:
         """Report finished sequences and close the holes they leave."""
-        emissions = []
-        finished = [s for s in reversed(self.scheduler.running) if s.finish_reason is not None]
-        for sequence in finished:
-            emissions.append(self._emission(sequence))
+        finished = [s for s in self.scheduler.running if s.finish_reason is not None]
+        emissions = [self._emission(s) for s in finished]
+        for sequence in reversed(finished):
             if hole := self.scheduler.leave(sequence):
                 self.slots.move(*hole)
         partial = self.scheduler.partial
         if partial is not None and partial.slot > len(self.scheduler.running):
             self.slots.move(partial.slot, len(self.scheduler.running))
             partial.slot = len(self.scheduler.running)
-        emissions.reverse()
         return emissions
 
     def _deltas(self) -> list[Emission]:

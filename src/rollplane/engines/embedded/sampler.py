@@ -54,6 +54,7 @@ class RowControls:
         self.top_p = torch.tensor([live[i].top_p for i in cut], dtype=torch.float32)
         self.widest_top_k = max((k for k in (top_k[i] for i in cut) if k < vocab), default=0)
         self.any_open_top_p = any(top_k[i] == vocab for i in cut)
+        self.any_top_p = any(live[i].top_p < 1 for i in cut)
 
 
 def truncate(logits: Tensor, controls: RowControls) -> Tensor:
@@ -92,20 +93,25 @@ def top_threshold(x: Tensor, largest: Tensor, controls: RowControls) -> tuple[Te
     Ties at the k-th value are all kept. A token is in the nucleus if the mass before it is below top-p.
     """
     width = largest.shape[1]
-    k = controls.top_k.clamp(max=width)
-    kth = largest.gather(1, (k - 1)[:, None])
     off = controls.top_k == x.shape[1]
-    kth = kth.masked_fill(off[:, None], NEG_INF)
-    total = x.masked_fill(x < kth, NEG_INF).logsumexp(-1, keepdim=True)
-    mass = (largest - total).double().exp().masked_fill(largest < kth, 0.0)
-    before = mass.cumsum(-1) - mass
-    nucleus = controls.top_p < 1
-    dropped = (before >= controls.top_p[:, None]) & nucleus[:, None]
+    kth = largest.gather(1, (controls.top_k.clamp(max=width) - 1)[:, None]).masked_fill_(off[:, None], NEG_INF)
+    if not controls.any_top_p:
+        return kth, True
+    inside = largest >= kth
+    mass = (largest - largest[:, :1]).double().exp_().masked_fill_(~inside, 0.0)
+    if controls.any_open_top_p:
+        total = (x - largest[:, :1]).masked_fill_(x < kth, NEG_INF).double().exp_().sum(-1, keepdim=True)
+    else:
+        # Every row has a top-k: what lies beyond the values given are only ties of the k-th.
+        beyond = (x >= kth).sum(-1, keepdim=True) - inside.sum(-1, keepdim=True)
+        total = mass.sum(-1, keepdim=True) + beyond * (kth - largest[:, :1]).double().exp_()
+    before = mass.cumsum(-1).sub_(mass).div_(total)
+    nucleus = controls.top_p[:, None] < 1
+    dropped = (before >= controls.top_p[:, None]) & nucleus
     dropped[:, 0] = False
-    decided = width == x.shape[1] or not bool((nucleus & off & ~dropped[:, -1]).any())
+    decided = width == x.shape[1] or not bool((nucleus[:, 0] & off & ~dropped[:, -1]).any())
     smallest = largest.masked_fill(dropped, float("inf")).amin(-1, keepdim=True)
-    smallest = torch.where(nucleus[:, None], smallest, NEG_INF)
-    return torch.maximum(kth, smallest), decided
+    return torch.maximum(kth, smallest.masked_fill_(~nucleus, NEG_INF)), decided
 
 
 def penalize(

@@ -85,6 +85,18 @@ class Scheduler:
         """Something holds a slot."""
         return bool(self.running) or self.partial is not None
 
+    def requests(self) -> list[Generation]:
+        """Every live request, those that hold a slot first."""
+        held = list({id(s.request): s.request for s in self.running}.values())
+        if self.partial is not None:
+            held.append(self.partial.request)
+        return held + [job.request for _, _, job in self._waiting]
+
+    @property
+    def started(self) -> int:
+        """Requests that hold a slot."""
+        return len({id(s.request) for s in self.running}) + self.prefilling
+
     def add(self, job: Job) -> None:
         """Queue a request: by priority, then by arrival."""
         heapq.heappush(self._waiting, (job.request.priority, next(self._arrivals), job))

@@ -98,7 +98,7 @@ def test_unloading_leaves_the_base_model_as_it_was(
 
 
 def test_a_request_for_an_adapter_that_is_not_loaded_is_refused(make_runner: Make, ask: Ask) -> None:
-    with pytest.raises(InvalidRequest, match="ghost"):
+    with pytest.raises(NotFound, match="ghost"):
         make_runner().submit(ask(adapter="ghost"))
 
 
