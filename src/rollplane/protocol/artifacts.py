@@ -9,6 +9,7 @@ import base64
 import io
 import itertools
 import math
+from tokenize import TokenError
 from typing import Any
 
 import msgspec
@@ -156,12 +157,12 @@ def decode_routes_npy(text: str, *, start: int = 0) -> RoutedExperts:
     """
     try:
         data = base64.b64decode(text, validate=True)
-        array = np.load(io.BytesIO(data), allow_pickle=False)
-    except (ValueError, TypeError, EOFError, OSError, OverflowError, MemoryError, SyntaxError) as error:
+        array = np.lib.format.read_array(io.BytesIO(data), allow_pickle=False)
+    except (ValueError, TypeError, EOFError, OSError, OverflowError, MemoryError, SyntaxError, TokenError) as error:
         raise ValueError(f"routed_experts is not a base64 .npy file: {error}") from None
-    if not isinstance(array, np.ndarray) or array.ndim != 3 or array.dtype.kind not in "ui":
+    if array.ndim != 3 or array.dtype.kind not in "ui":
         raise ValueError(
-            f"routed_experts is not a [rows, layers, top_k] integer array: {getattr(array, 'shape', None)}"
+            f"routed_experts is not a [rows, layers, top_k] integer array: {array.dtype.name}{list(array.shape)}"
         )
     if not array.dtype.isnative or array.dtype.name not in ("uint8", "uint16", "int32"):
         array = narrow_expert_ids(array)
