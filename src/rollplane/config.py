@@ -74,12 +74,19 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
 
 class FrontendSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The workers behind a frontend and how requests are spread over them."""
+    """The workers behind a frontend and how requests are spread over them. Times in seconds."""
 
     workers: Annotated[list[str], _about("Base URLs of the workers, separated by commas")] = []
+    workers_file: Annotated[str | None, _about("JSON or TOML file of worker URLs, followed while it changes")] = None
     worker_key_file: Annotated[str | None, _about("File whose first key is sent to the workers")] = None
     router: Annotated[str | None, _about("Routing policy by name; the router's own default if absent")] = None
-    namespace: Annotated[str, _about("Namespace in discovery")] = "rollplane"
+    max_hold_s: Annotated[Seconds, _about("Longest wait of a request while nobody can serve")] = 600.0
+    max_attempts: Annotated[Count, _about("Workers that one request is tried on after faults")] = 4
+    initial_checkpoint: Annotated[
+        str | None, _about("Checkpoint that workers start with: what the first update can be rolled back to")
+    ] = None
+    initial_version: Annotated[str | None, _about("Its policy version; the directory's name if absent")] = None
+    join_s: Annotated[float, Meta(ge=0), _about("How long to wait for the workers before saying ready")] = 30.0
 
 
 class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

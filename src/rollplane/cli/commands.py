@@ -43,6 +43,7 @@ app.command("serve")(
             {
                 "frontend.workers",
                 "frontend.worker_key_file",
+                "frontend.workers_file",
                 "worker.name",
                 "worker.public_url",
                 "server.stop_with_stdin",

@@ -103,11 +103,12 @@ class Child:
             stdout=asyncio.subprocess.PIPE,
             env=_child_environment(),
             process_group=0,
-            limit=1 << 20,
         )
         self._process = process
         log.info("child_started", child=self.name, pid=process.pid)
-        reader = asyncio.create_task(self._read_lines(process))
+        if self._stopping.is_set():
+            self._signal(signal.SIGTERM)  # asked to stop while it was being started
+        reader = asyncio.create_task(self._read_output(process))
         try:
             return await process.wait()
         finally:
@@ -117,20 +118,26 @@ class Child:
             if process.stdin is not None:
                 process.stdin.close()
 
-    async def _read_lines(self, process: asyncio.subprocess.Process) -> None:
-        if process.stdout is None:
+    async def _read_output(self, process: asyncio.subprocess.Process) -> None:
+        """Hear the ready line; pass everything else on."""
+        rest = b""
+        while process.stdout is not None and (data := await process.stdout.read(1 << 16)):
+            *lines, rest = (rest + data).split(b"\n")
+            for line in lines:
+                self._hear(line)
+            rest = rest[-(1 << 20) :]
+
+    def _hear(self, line: bytes) -> None:
+        try:
+            said = msgspec.json.decode(line, type=dict[str, Any])
+        except msgspec.MsgspecError:
+            sys.stderr.write(f"[{self.name}] {line.decode('utf-8', 'replace')}\n")
             return
-        async for line in process.stdout:
-            try:
-                said = msgspec.json.decode(line, type=dict[str, Any])
-            except msgspec.MsgspecError:
-                sys.stderr.write(f"[{self.name}] {line.decode('utf-8', 'replace')}")
-                continue
-            if said.get("event") == "ready":
-                self.url = str(said.get("url"))
-                self.state = "ready"
-                self.ready.set()
-                log.info("child_ready", child=self.name, url=self.url)
+        if said.get("event") == "ready":
+            self.url = str(said.get("url"))
+            self.state = "ready"
+            self.ready.set()
+            log.info("child_ready", child=self.name, url=self.url)
 
     def _signal(self, number: signal.Signals) -> None:
         if self._process is not None:
@@ -174,8 +181,9 @@ async def _supervise(workers: list[Child], frontend: Child, *, server: ServerSet
                 await _until_stop(tasks, stop)
         finally:
             await _stop_all(children, tasks, drain_s=server.drain_s)
-    for task in tasks:
-        if not task.cancelled() and (error := task.exception()) is not None:
+    ended = await asyncio.gather(*tasks, return_exceptions=True)
+    for error in ended:
+        if isinstance(error, Exception):
             raise error
 
 
@@ -186,14 +194,13 @@ async def _all_ready(
     stopping = asyncio.create_task(stop.wait())
     everything = asyncio.gather(*waits)
     try:
-        done, _ = await asyncio.wait(
-            {everything, stopping, *tasks}, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED
-        )
+        watched: set[asyncio.Future[Any]] = {everything, stopping, *tasks}
+        done, _ = await asyncio.wait(watched, timeout=limit_s, return_when=asyncio.FIRST_COMPLETED)
         if not done:
             late = ", ".join(child.name for child in children if not child.ready.is_set())
             raise Unavailable(f"not ready within {limit_s:g} s: {late}")
         for task in done & set(tasks):
-            task.result()
+            task.result()  # raises what ended it
     finally:
         everything.cancel()
         stopping.cancel()
@@ -255,7 +262,11 @@ class _Plan:
     def frontend(self) -> list[str]:
         """The arguments of the frontend."""
         urls = [f"http://127.0.0.1:{port}" for port in self._ports]
-        frontend = {"workers": urls, "worker_key_file": str(self._key_file)}
+        frontend: dict[str, Any] = {"workers": urls, "workers_file": None, "worker_key_file": str(self._key_file)}
+        model = self._worker.model
+        if self._frontend.initial_checkpoint is None and model is not None and Path(model).is_dir():
+            frontend["initial_checkpoint"] = str(Path(model).resolve())
+            frontend["initial_version"] = self._worker.policy_version
         return self._command("frontend", "frontend", server={}, frontend=frontend)
 
     def _command(self, command: str, name: str, *, server: dict[str, Any], **tables: dict[str, Any]) -> list[str]:
@@ -324,6 +335,7 @@ def _stop_on_signals(stop: asyncio.Event, children: list[Child]) -> Generator[No
 
 def main(settings: Settings) -> None:
     """Start a frontend and its workers on this machine, and keep them running."""
-    from rollplane.cli.logs import run_logged
+    from rollplane.cli.logs import configure_logs
 
-    run_logged(settings.table(ServerSettings), run_serve(settings))
+    configure_logs(settings.table(ServerSettings))
+    asyncio.run(run_serve(settings))  # not uvloop: it cannot give a child its own process group

@@ -109,7 +109,11 @@ async def metrics(request: Request) -> Response:
             version = await service.admin.policy_version()
         except RollplaneError:
             version = None  # a fleet whose workers disagree has no version; its own gauges say so
-    service.metrics.read_health(await service.health(), service.engine.info, version=version)
+    try:
+        model = service.engine.info.model
+    except RollplaneError:
+        model = ""  # a frontend that has reached no worker yet
+    service.metrics.read_health(await service.health(), model=model, version=version)
     return Response(service.metrics.text(), media_type=CONTENT_TYPE)
 
 

@@ -9,7 +9,7 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from rollplane.errors import EngineProtocolError, RollplaneError
-from rollplane.protocol.info import EngineHealth, EngineInfo
+from rollplane.protocol.info import EngineHealth
 from rollplane.protocol.response import GenerateResponse
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
@@ -73,7 +73,7 @@ class Metrics:
         if isinstance(error, EngineProtocolError):
             self.breaches.inc()
 
-    def read_health(self, health: EngineHealth, info: EngineInfo, *, version: str | None) -> None:
+    def read_health(self, health: EngineHealth, *, model: str, version: str | None) -> None:
         """Set the gauges from a moment's health."""
         now = time.time()
         self.alive.set(health.alive)
@@ -92,7 +92,7 @@ class Metrics:
                 self.policy.clear()
                 self.policy.labels(version=version).set(1)
             self.policy_age.set(now - self._version_since[1])
-        labels = {"engine": "0", "model_name": info.model}
+        labels = {"engine": "0", "model_name": model}
         self.vllm_running.labels(**labels).set(health.running)
         self.vllm_waiting.labels(**labels).set(health.waiting)
         if health.kv_usage is not None:

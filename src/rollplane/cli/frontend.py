@@ -1,0 +1,122 @@
+"""`rollplane frontend`: many workers served as one."""
+
+import asyncio
+from pathlib import Path
+
+import structlog
+
+from rollplane.config import FrontendSettings, ServerSettings, Settings, read_keys
+from rollplane.discovery.base import Discovery
+from rollplane.discovery.file import FileDiscovery
+from rollplane.discovery.static import StaticDiscovery
+from rollplane.engines.remote import worker_session
+from rollplane.errors import InvalidRequest
+from rollplane.rl.fleet import Fleet, FleetSettings
+from rollplane.rl.fleet_update import Checkpoint
+from rollplane.rl.remote import RemoteWorker
+from rollplane.router.policies import make_policy
+from rollplane.router.router import Router, RouterSettings
+from rollplane.server import ops
+from rollplane.server.app import create_app
+from rollplane.server.auth import KeyRing, check_binding
+from rollplane.server.metrics import Metrics
+from rollplane.server.service import Service
+
+log = structlog.get_logger("rollplane.frontend")
+
+
+async def run_frontend(settings: Settings) -> None:
+    """Follow the workers and serve until told to stop.
+
+    Raises:
+        InvalidRequest: settings that nothing can be served with.
+    """
+    server, about = settings.table(ServerSettings), settings.table(FrontendSettings)
+    keys = KeyRing(server.data_key_file, server.admin_key_file)
+    check_binding(server.host, keys)
+    discovery = discovery_of(about)
+    policy = make_policy(about.router)
+    key = worker_key(about)
+    fleet = Fleet(settings=FleetSettings(initial=initial_of(about)))
+    session = worker_session()
+    router = Router(
+        fleet,
+        policy=policy,
+        settings=RouterSettings(hold_limit_s=about.max_hold_s, max_attempts=about.max_attempts),
+        discovery=discovery,
+        make_worker=lambda url: RemoteWorker(url, key=key, frontend="frontend", session=session),
+    )
+    try:
+        sock = ops.bind(server)
+        url = ops.url_of(sock)
+        await router.start()
+        service = Service(role="frontend", engine=router, admin=fleet, settings=server, keys=keys, metrics=Metrics())
+        announcing: list[asyncio.Task[None]] = []
+
+        def ready() -> None:
+            announcing.append(asyncio.create_task(announce(router, server, url=url, join_s=about.join_s)))
+
+        await ops.run(create_app(service), service, sock, on_ready=ready)
+        for task in announcing:
+            task.cancel()
+        await asyncio.gather(*announcing, return_exceptions=True)
+    finally:
+        await session.close()
+
+
+async def announce(router: Router, server: ServerSettings, *, url: str, join_s: float) -> None:
+    """Say ready once every worker takes requests, or after `join_s` with those that do; requests wait for them anyway."""
+    try:
+        async with asyncio.timeout(join_s):
+            while not (router.fleet.members and all(member.routable for member in router.fleet.members)):
+                await router.fleet.changed.wait()
+    except TimeoutError:
+        log.warning("workers_missing", router=repr(router), waited_s=join_s)
+    log.info("ready", url=url, router=repr(router))
+    ops.say_ready(server, url=url, role="frontend", workers=[member.url for member in router.fleet.members])
+
+
+def discovery_of(about: FrontendSettings) -> Discovery:
+    """Who the workers are.
+
+    Raises:
+        InvalidRequest: no source of workers, or two.
+    """
+    if bool(about.workers) == bool(about.workers_file):
+        raise InvalidRequest(
+            "a frontend needs its workers: set one of frontend.workers and frontend.workers_file",
+            param="frontend.workers",
+        )
+    if about.workers_file is not None:
+        return FileDiscovery(Path(about.workers_file))
+    return StaticDiscovery(about.workers)
+
+
+def worker_key(about: FrontendSettings) -> str | None:
+    """The key that is sent to the workers.
+
+    Raises:
+        InvalidRequest: the file holds none.
+    """
+    if about.worker_key_file is None:
+        return None
+    keys = read_keys(about.worker_key_file)
+    if not keys:
+        raise InvalidRequest(f"no key in {about.worker_key_file}", param="frontend.worker_key_file")
+    return keys[0]
+
+
+def initial_of(about: FrontendSettings) -> Checkpoint | None:
+    """The checkpoint that workers start with."""
+    if about.initial_checkpoint is None:
+        return None
+    return Checkpoint(
+        path=about.initial_checkpoint, version=about.initial_version or Path(about.initial_checkpoint).name
+    )
+
+
+def main(settings: Settings) -> None:
+    """Serve many workers as one: routing, fleet administration and discovery."""
+    from rollplane.cli.logs import run_logged
+
+    run_logged(settings.table(ServerSettings), run_frontend(settings))
