@@ -88,8 +88,8 @@ def make_body(
     if features is not None:
         fields["features"] = dict(features) if isinstance(features, Mapping) else features_envelope(list(features))
     if stream:
-        # Media expand the prompt: only the usage of the first chunk says how far, before any choice ends.
-        fields["stream_options"] = {"include_usage": True, "continuous_usage_stats": content_parts is not None}
+        # Every chunk's usage: the prompt's length must be known before a choice ends, and media expand the prompt.
+        fields["stream_options"] = {"include_usage": True, "continuous_usage_stats": True}
     for name, value in (extra or {}).items():
         if name in fields:
             raise InvalidRequest(f"extra.{name} is a field of its own; pass it by name", param=f"extra.{name}")
