@@ -1,7 +1,7 @@
 # One name for every common task. `make` alone lists them.
 BIN := .venv/bin
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types ci full docs vllm-env
+.PHONY: help setup demo test lint types ci full docs proto vllm-env
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -34,6 +34,9 @@ full: ## Run everything, with what is too long for CI
 docs: ## Build the API reference into build/docs
 	$(BIN)/pip install --quiet 'pdoc>=15'
 	$(BIN)/pdoc --docformat google --output-directory build/docs rollplane
+
+proto: ## Make the Python of the gRPC contract from its .proto files
+	bash scripts/generate_grpc.sh
 
 vllm-env: ## Make the environments of the real parts: vLLM on a CPU, its Rust server, Dynamo
 	bash scripts/make_vllm_env.sh

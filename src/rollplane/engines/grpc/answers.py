@@ -1,0 +1,239 @@
+"""What a vLLM server answers, as events. Every promise of the wire is checked; a breach is an `EngineProtocolError`.
+
+Numbers go straight from repeated fields into arrays.
+"""
+
+from typing import Any, Final
+
+import numpy as np
+
+from rollplane.engines.grpc.proto import inference_pb2 as pb
+from rollplane.engines.grpc.struct_json import read_struct
+from rollplane.errors import EngineProtocolError
+from rollplane.protocol.arrays import Float32Array, Int32Array
+from rollplane.protocol.artifacts import LOGPROB_FLOOR, Alternatives, PromptLogprobs, TokenLogprobs
+from rollplane.protocol.events import ChoiceEvent, FinishReason, PromptEvent
+from rollplane.protocol.features import MediaItem
+from rollplane.protocol.request import GenerateRequest
+
+_FINISH: Final[dict[int, FinishReason]] = {
+    pb.FinishInfo.LENGTH: "length",
+    pb.FinishInfo.STOP: "stop",
+    pb.FinishInfo.ABORTED: "abort",
+}
+
+
+class AnswerReader:
+    """Reads the messages of one wire call, which makes one choice.
+
+    Args:
+        request: what was asked.
+        index: the choice this call makes.
+    """
+
+    def __init__(self, request: GenerateRequest, *, index: int = 0) -> None:
+        params = request.sampling
+        self.index = index
+        self.tokens = 0
+        self.floored = 0
+        self.finished = False
+        self.kv_transfer_params: dict[str, Any] | None = None
+        self.ec_transfer_params: dict[str, Any] | None = None
+        self._request = request
+        self._prompt_seen = False
+        count, ids = params.get("logprobs"), params.get("logprob_token_ids")
+        self._logprobs = count is not None or bool(ids)
+        self._alternatives = bool(count) or bool(ids)
+
+    def __repr__(self) -> str:
+        return f"<AnswerReader {self._request.request_id} choice {self.index}: {self.tokens} tokens{', finished' if self.finished else ''}>"
+
+    def read(self, answer: pb.GenerateResponse) -> tuple[PromptEvent | None, ChoiceEvent | None]:
+        """The events of one message; None where it says nothing of the kind.
+
+        Raises:
+            EngineProtocolError: with the numbers.
+        """
+        prompt = self._read_prompt(answer.prompt_info) if answer.HasField("prompt_info") else None
+        if not answer.outputs:
+            return prompt, None
+        if len(answer.outputs) > 1:
+            self._breach(f"a message with {len(answer.outputs)} outputs for one sequence")
+        return prompt, self._read_output(answer.outputs[0])
+
+    def end(self) -> None:
+        """The call ended.
+
+        Raises:
+            EngineProtocolError: before the sequence finished, or without a word on the prompt.
+        """
+        if not self.finished:
+            self._breach(f"the answer ended after {self.tokens} tokens without finish_info")
+        if not self._prompt_seen:
+            self._breach("the answer has no prompt_info")
+
+    # -- output ------------------------------------------------------------------------------------------------------
+
+    def _read_output(self, output: pb.SequenceOutput) -> ChoiceEvent:
+        if self.finished:
+            self._breach("an output after finish_info")
+        if output.index != 0:
+            self._breach(f"an output with index {output.index} for one sequence")
+        token_ids = int32s(output.token_ids)
+        count = int(token_ids.size)
+        if output.num_tokens != count:
+            self._breach(f"num_tokens is {output.num_tokens}, token_ids has {count}")
+        self.tokens += count
+        event = ChoiceEvent(
+            index=self.index,
+            token_ids=token_ids,
+            logprobs=self._read_logprobs(output, token_ids) if self._logprobs else None,
+        )
+        if output.HasField("finish_info"):
+            self._read_finish(output.finish_info, event)
+        return event
+
+    def _read_logprobs(self, output: pb.SequenceOutput, token_ids: Int32Array) -> TokenLogprobs:
+        count = int(token_ids.size)
+        for name in ("logprobs", "ranks"):
+            length = len(getattr(output, name))
+            if length != count:
+                self._breach(f"{length} {name} for {count} tokens")
+        values, ranks = float32s(output.logprobs), int32s(output.ranks)
+        alternatives = None
+        if self._alternatives:
+            if len(output.candidate_tokens) != count:
+                self._breach(f"{len(output.candidate_tokens)} candidate_tokens for {count} tokens")
+            ids, tops, top_ranks, offsets = read_candidates(output.candidate_tokens)
+            if count and int(np.diff(offsets).min()) < 1:
+                self._breach(f"token {int(np.diff(offsets).argmin())} has no candidate")
+            self.floored += floor(tops)
+            alternatives = Alternatives(ids=ids, values=tops, ranks=top_ranks, offsets=offsets)
+        return TokenLogprobs(values=values, ranks=ranks, alternatives=alternatives)
+
+    def _read_finish(self, finish: pb.FinishInfo, event: ChoiceEvent) -> None:
+        reason = _FINISH.get(finish.finish_reason)
+        if reason is None:
+            self._breach(f"finish_info has the finish reason {finish.finish_reason}")
+        if finish.num_output_tokens != self.tokens:
+            self._breach(f"finish_info says {finish.num_output_tokens} output tokens, {self.tokens} came")
+        self.finished = True
+        event.finish_reason = reason
+        kind = finish.WhichOneof("stop_reason")
+        if kind in ("stop_token_id", "stop_string"):
+            event.stop_reason = getattr(finish, kind)
+        if finish.HasField("kv_transfer_params"):
+            self.kv_transfer_params = read_struct(finish.kv_transfer_params)
+        if finish.HasField("ec_transfer_params"):
+            self.ec_transfer_params = read_struct(finish.ec_transfer_params)
+
+    # -- prompt ------------------------------------------------------------------------------------------------------
+
+    def _read_prompt(self, info: pb.PromptInfo) -> PromptEvent:
+        request = self._request
+        if self._prompt_seen:
+            self._breach("prompt_info came twice")
+        self._prompt_seen = True
+        count = info.num_prompt_tokens
+        expands = bool(request.content_parts)
+        if count != request.prompt_tokens and not (expands and count >= request.prompt_tokens):
+            self._breach(f"the prompt has {request.prompt_tokens} tokens, the engine says {count}")
+        wants_logprobs = request.sampling.get("prompt_logprobs") is not None
+        token_ids: Int32Array | None = None
+        if request.return_token_ids or wants_logprobs:
+            token_ids = int32s(info.token_ids)
+            if token_ids.size != count:
+                self._breach(f"prompt_info has {token_ids.size} token ids for {count} prompt tokens")
+            if not expands and not np.array_equal(token_ids, request.token_ids):
+                self._breach("the prompt's token ids are not those that were sent")
+        event = PromptEvent(prompt_tokens=count)
+        if request.return_token_ids:
+            event.prompt_token_ids = token_ids
+            event.mm_placeholders = placeholders(request.features) if request.features else None
+        if wants_logprobs and token_ids is not None:
+            event.prompt_logprobs = self._read_prompt_logprobs(info, token_ids)
+        return event
+
+    def _read_prompt_logprobs(self, info: pb.PromptInfo, token_ids: Int32Array) -> PromptLogprobs:
+        """Rows of the prompt's own token, then the candidates without it; position 0 has no row."""
+        count = int(token_ids.size)
+        for name in ("logprobs", "ranks"):
+            length = len(getattr(info, name))
+            if length != count:
+                self._breach(f"{length} prompt {name} for {count} prompt tokens")
+        values, ranks = float32s(info.logprobs)[1:], int32s(info.ranks)[1:]
+        if not np.isfinite(values).all():
+            self.floored += floor(values)
+        if not self._request.sampling.get("prompt_logprobs"):
+            offsets = np.arange(-1, count, dtype=np.int32)
+            offsets[0] = 0
+            return PromptLogprobs(ids=token_ids[1:], values=values, ranks=ranks, offsets=offsets)
+        if len(info.candidate_tokens) != count:
+            self._breach(f"{len(info.candidate_tokens)} prompt candidate_tokens for {count} prompt tokens")
+        ids, tops, top_ranks, top_offsets = read_candidates(info.candidate_tokens)
+        rows = np.repeat(np.arange(count), np.diff(top_offsets))
+        keep = (ids != token_ids[rows]) & (rows > 0)
+        self.floored += floor(tops)
+        ids, tops, top_ranks, rows = ids[keep], tops[keep], top_ranks[keep], rows[keep]
+        # The own tokens first, then a stable sort by row puts each in front of its row's candidates.
+        order = np.argsort(np.concatenate([np.arange(1, count), rows]), kind="stable")
+        counts = np.bincount(rows, minlength=count)
+        counts[1:] += 1
+        return PromptLogprobs(
+            ids=np.concatenate([token_ids[1:], ids])[order],
+            values=np.concatenate([values, tops])[order],
+            ranks=np.concatenate([ranks, top_ranks])[order],
+            offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
+        )
+
+    def _breach(self, says: str) -> None:
+        raise EngineProtocolError(f"request {self._request.request_id}, choice {self.index}: {says}")
+
+
+def placeholders(items: list[MediaItem]) -> dict[str, list[dict[str, Any]]]:
+    """Where processed media stand in the prompt: as sent, for nothing expands them."""
+    out: dict[str, list[dict[str, Any]]] = {}
+    for item in items:
+        place: dict[str, Any] = {"offset": item.offset, "length": item.length}
+        if item.is_embed is not None:
+            place["is_embed"] = item.is_embed.tolist()
+        out.setdefault(item.modality, []).append(place)
+    return out
+
+
+def read_candidates(rows: Any) -> tuple[Int32Array, Float32Array, Int32Array, Int32Array]:
+    """Ids, values, ranks and offsets (CSR) of repeated `CandidateTokenInfo`."""
+    flat = [token for row in rows for token in row.tokens]
+    offsets = np.zeros(len(rows) + 1, dtype=np.int32)
+    np.cumsum([len(row.tokens) for row in rows], out=offsets[1:])
+    return (
+        np.fromiter((token.id for token in flat), dtype=np.int32, count=len(flat)),
+        np.fromiter((token.logprob for token in flat), dtype=np.float32, count=len(flat)),
+        np.fromiter((token.rank for token in flat), dtype=np.int32, count=len(flat)),
+        offsets,
+    )
+
+
+def int32s(field: Any) -> Int32Array:
+    """An int32 array of a repeated uint32 field.
+
+    Raises:
+        EngineProtocolError: a number over int32.
+    """
+    wide = np.array(field, dtype=np.uint32) if len(field) else np.empty(0, dtype=np.uint32)
+    narrow = wide.view(np.int32)
+    if narrow.size and int(narrow.min()) < 0:
+        raise EngineProtocolError(f"the engine sent {int(wide.max())}, which does not fit int32")
+    return narrow
+
+
+def float32s(field: Any) -> Float32Array:
+    """A float32 array of a repeated float field."""
+    return np.array(field, dtype=np.float32) if len(field) else np.empty(0, dtype=np.float32)
+
+
+def floor(values: Float32Array) -> int:
+    """Put the floor where a value is not finite, in place; how many there were."""
+    bad = ~np.isfinite(values)
+    values[bad] = LOGPROB_FLOOR
+    return int(np.count_nonzero(bad))

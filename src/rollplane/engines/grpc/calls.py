@@ -1,0 +1,203 @@
+"""One request as calls on the wire: one call per choice, unary or streaming, and the events they make."""
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable
+from typing import Any
+
+import grpc.aio
+
+from rollplane.engines.grpc.answers import AnswerReader
+from rollplane.engines.grpc.channels import ChannelPool, Metadata
+from rollplane.engines.grpc.spans import SpanTracker
+from rollplane.errors import EngineDied, EngineProtocolError, RollplaneError
+from rollplane.fold import concat_ids, concat_logprobs
+from rollplane.protocol.events import ChoiceEvent, EndEvent, Event, LogprobsMode, PromptEvent, ServedBy
+from rollplane.protocol.request import GenerateRequest
+
+Translate = Callable[[grpc.aio.AioRpcError, str], Awaitable[RollplaneError]]
+
+
+class LiveCalls:
+    """The calls of one live request.
+
+    Args:
+        request: what was asked.
+        wires: one wire request per choice.
+        pool: the connections.
+        metadata, timeout_s: of every call.
+        translate: makes our error of a failed call.
+        version, born_paused: see `SpanTracker`.
+        logprobs_mode: what the end says.
+    """
+
+    def __init__(
+        self,
+        request: GenerateRequest,
+        wires: list[Any],
+        *,
+        pool: ChannelPool,
+        metadata: Metadata,
+        timeout_s: float,
+        translate: Translate,
+        version: str,
+        born_paused: bool,
+        logprobs_mode: LogprobsMode,
+    ) -> None:
+        self.request = request
+        self.ids = [wire.request_id for wire in wires]
+        self.streams = request.stream or bool(request.options.exact_spans)
+        self.trackers = [SpanTracker(version, exact=self.streams, born_paused=born_paused) for _ in wires]
+        self.done = asyncio.Event()
+        self._wires = wires
+        self._readers = [AnswerReader(request, index=i) for i in range(len(wires))]
+        self._pool = pool
+        self._metadata = metadata
+        self._timeout_s = timeout_s
+        self._translate = translate
+        self._logprobs_mode = logprobs_mode
+        self._tasks: list[asyncio.Task[Any]] = []
+        self._closed = False
+        self._prompt: PromptEvent | None = None
+
+    def __repr__(self) -> str:
+        kind = "stream" if self.streams else "unary"
+        return f"<LiveCalls {self.request.request_id} {kind} {[tracker.tokens for tracker in self.trackers]}>"
+
+    def end_with_engine(self) -> None:
+        """The engine closes: every call ends with `EngineDied`."""
+        self._closed = True
+        for task in self._tasks:
+            task.cancel()
+
+    async def events(self) -> AsyncIterator[Event]:
+        """The request's events, in order."""
+        try:
+            if self.request.stream:
+                async for event in self._streamed():
+                    yield event
+            else:
+                for event in await self._whole():
+                    yield event
+            yield self._end()
+        finally:
+            self.done.set()
+            for task in self._tasks:
+                task.cancel()
+
+    # -- whole answers -----------------------------------------------------------------------------------------------
+
+    async def _whole(self) -> list[Event]:
+        call = self._counted if self.streams else self._unary
+        self._tasks = [asyncio.create_task(call(i)) for i in range(len(self._wires))]
+        try:
+            choices = await asyncio.gather(*self._tasks)
+        except asyncio.CancelledError:
+            task = asyncio.current_task()
+            if self._closed and task is not None and not task.cancelling():
+                raise EngineDied("the engine was closed") from None
+            raise
+        return ([] if self._prompt is None else [self._prompt]) + list(choices)
+
+    async def _unary(self, i: int) -> ChoiceEvent:
+        reader = self._readers[i]
+        with self._pool.lane() as lane:
+            call = lane.inference.Generate(self._wires[i], timeout=self._timeout_s, metadata=self._metadata)
+            try:
+                answer = await call
+            except grpc.aio.AioRpcError as error:
+                raise await self._translate(error, f"request {self.ids[i]}") from None
+        prompt, choice = reader.read(answer)
+        reader.end()
+        self._take_prompt(prompt)
+        if choice is None:
+            raise EngineProtocolError(f"request {self.ids[i]}: an answer without an output")
+        return self._finish(i, choice)
+
+    async def _counted(self, i: int) -> ChoiceEvent:
+        """A whole answer over the streaming call, whose tokens are counted as they come."""
+        parts = [event async for event in self._choice_events(i)]
+        last = parts[-1]
+        last.token_ids = concat_ids([part.token_ids for part in parts])
+        if last.logprobs is not None:
+            last.logprobs = concat_logprobs([part.logprobs for part in parts if part.logprobs is not None])
+        return last
+
+    # -- streams -----------------------------------------------------------------------------------------------------
+
+    async def _streamed(self) -> AsyncIterator[Event]:
+        # Unbounded, so that tokens are counted when they arrive, however slow the reader: a choice is bounded itself.
+        queue: asyncio.Queue[Event | Exception | None] = asyncio.Queue()
+        self._tasks = [asyncio.create_task(self._pump(i, queue)) for i in range(len(self._wires))]
+        left = len(self._tasks)
+        announced = False
+        while left:
+            item = await queue.get()
+            if item is None:
+                left -= 1
+            elif isinstance(item, Exception):
+                raise item
+            else:
+                if not announced and self._prompt is not None:
+                    announced = True
+                    yield self._prompt
+                yield item
+
+    async def _pump(self, i: int, queue: asyncio.Queue[Event | Exception | None]) -> None:
+        try:
+            async for event in self._choice_events(i):
+                queue.put_nowait(event)
+            queue.put_nowait(None)
+        except asyncio.CancelledError:
+            queue.put_nowait(EngineDied("the engine was closed"))
+            raise
+        except Exception as error:
+            queue.put_nowait(error)
+
+    async def _choice_events(self, i: int) -> AsyncIterator[ChoiceEvent]:
+        reader, tracker = self._readers[i], self.trackers[i]
+        with self._pool.lane() as lane:
+            call = lane.inference.GenerateStream(self._wires[i], timeout=self._timeout_s, metadata=self._metadata)
+            try:
+                async for answer in call:
+                    prompt, choice = reader.read(answer)
+                    self._take_prompt(prompt)
+                    tracker.tokens = reader.tokens
+                    if choice is not None and choice.finish_reason is not None:
+                        yield self._finish(i, choice)
+                    elif choice is not None and choice.token_ids.size:
+                        yield choice
+            except grpc.aio.AioRpcError as error:
+                raise await self._translate(error, f"request {self.ids[i]}") from None
+            finally:
+                call.cancel()
+        reader.end()
+
+    # ----------------------------------------------------------------------------------------------------------------
+
+    def _take_prompt(self, prompt: PromptEvent | None) -> None:
+        """Every call tells of the prompt; they tell the same."""
+        if prompt is None:
+            return
+        if self._prompt is None:
+            self._prompt = prompt
+        elif self._prompt.prompt_tokens != prompt.prompt_tokens:
+            raise EngineProtocolError(
+                f"request {self.request.request_id}: one choice has a prompt of {self._prompt.prompt_tokens} tokens, "
+                f"another of {prompt.prompt_tokens}"
+            )
+
+    def _finish(self, i: int, choice: ChoiceEvent) -> ChoiceEvent:
+        tracker = self.trackers[i]
+        tracker.tokens = self._readers[i].tokens
+        choice.policy_versions = tracker.spans()
+        return choice
+
+    def _end(self) -> EndEvent:
+        first = self._readers[0]
+        return EndEvent(
+            served_by=ServedBy(
+                logprobs_mode=self._logprobs_mode, floored_logprobs=sum(reader.floored for reader in self._readers)
+            ),
+            kv_transfer_params=first.kv_transfer_params,
+            ec_transfer_params=first.ec_transfer_params,
+        )

@@ -1,0 +1,428 @@
+"""A running vLLM server as an engine: `vllm.Inference` makes the tokens, `vllm.Control` the policy's life.
+
+Unary requests use the unary call; streams, and requests with `exact_spans`, the streaming one. Pausing, labels and
+adapters are the server's; replacing weights from a checkpoint directory is not among its services and is refused.
+"""
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+
+from rollplane.admission import check_request
+from rollplane.engines.grpc.calls import LiveCalls
+from rollplane.engines.grpc.channels import ChannelPool
+from rollplane.engines.grpc.control import ControlCalls
+from rollplane.engines.grpc.convert import ConvertSettings, to_wire
+from rollplane.engines.grpc.proto import control_pb2 as pb
+from rollplane.engines.grpc.services import CONTROL, DATA_PARALLEL_RANK, INFERENCE
+from rollplane.engines.grpc.settings import GrpcSettings
+from rollplane.engines.grpc.startup import probe, read_info, wait_until_healthy
+from rollplane.engines.grpc.status import error_from_rpc
+from rollplane.errors import (
+    Conflict,
+    EngineDied,
+    EngineFailed,
+    InvalidRequest,
+    NotFound,
+    RollplaneError,
+    TransportError,
+    Unavailable,
+)
+from rollplane.identity import identify
+from rollplane.protocol.admin import FlushReport, PauseMode, PauseReport, ResumeReport, StagedWeights
+from rollplane.protocol.events import Event
+from rollplane.protocol.info import EngineHealth, EngineInfo, EngineState
+from rollplane.protocol.request import GenerateRequest
+from rollplane.protocol.versions import check_version_name
+
+HEALTH_PERIOD_S: Final = 2.0
+HEALTH_TIMEOUT_S: Final = 5.0
+ABORT_REPEAT_S: Final = 0.1
+_SETTLE_ROUNDS: Final = 50
+
+
+class GrpcEngine:
+    """An `Engine`, `WeightReceiver` and `AdapterHost` over one vLLM server.
+
+    Args:
+        settings: how the server is reached and what it does not say of itself.
+    """
+
+    def __init__(self, settings: GrpcSettings | None = None) -> None:
+        self.settings = settings or GrpcSettings()
+        self.settings.check()
+        self._pool: ChannelPool | None = None
+        self._control: ControlCalls | None = None
+        self._info: EngineInfo | None = None
+        self._live: dict[str, list[LiveCalls]] = {}
+        self._aborts: set[asyncio.Task[None]] = set()
+        self._version = "default"
+        self._paused = False
+        self._sleeping = False
+        self._closing = False
+        self._trouble: str | None = None
+        self._watcher: asyncio.Task[None] | None = None
+        self._stuck_adapters: set[str] = set()
+
+    def __repr__(self) -> str:
+        live = sum(len(calls) for calls in self._live.values())
+        return f"<GrpcEngine {self.settings.endpoint} {self._state()} at {self._version!r}, {live} live>"
+
+    @property
+    def info(self) -> EngineInfo:
+        """See `Engine.info`.
+
+        Raises:
+            Unavailable: not started.
+        """
+        if self._info is None:
+            raise Unavailable("the engine was not started")
+        return self._info
+
+    @property
+    def control(self) -> ControlCalls:
+        """The server's control service: native weight transfer, sleep, KV event sources.
+
+        Raises:
+            EngineDied: not started, or closed.
+        """
+        if self._control is None or self._closing:
+            raise EngineDied("the engine is closed" if self._closing else "the engine was not started")
+        return self._control
+
+    # -- Engine ------------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        """Wait for the server's health, read its facts, and watch its health from then on.
+
+        Raises:
+            EngineDied: not healthy in time. InvalidRequest: it cannot be served as it is.
+        """
+        if self._info is not None:
+            return
+        pool = ChannelPool(self.settings)
+        try:
+            await wait_until_healthy(pool, timeout_s=self.settings.start_timeout_s)
+            control = ControlCalls(pool, timeout_s=self.settings.control_timeout_s)
+            info = await read_info(control, self.settings)
+            self._version = await control.weight_version()
+            self._paused = await control.is_paused()
+            with contextlib.suppress(RollplaneError):  # a server without sleep mode refuses to say
+                self._sleeping = await control.is_sleeping()
+        except BaseException:
+            await pool.close()
+            raise
+        self._pool, self._control, self._info = pool, control, info
+        self._watcher = asyncio.create_task(self._watch(), name=f"health of {self.settings.endpoint}")
+
+    async def close(self, *, grace_s: float = 0.0) -> None:
+        """Hang up; the server itself goes on. See `Engine.close`."""
+        if self._closing:
+            return
+        self._closing = True
+        if grace_s > 0:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(grace_s):
+                    for calls in self._all_live():
+                        await calls.done.wait()
+        for calls in self._all_live():
+            calls.end_with_engine()
+        tasks = [*self._aborts, *([self._watcher] if self._watcher is not None else [])]
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        if self._pool is not None:
+            await self._pool.close()
+
+    async def generate(self, request: GenerateRequest) -> AsyncIterator[Event]:
+        """See `Engine.generate`."""
+        pool = self._serving()
+        check_request(request, self.info)
+        identify(request.features)
+        wires = to_wire(
+            request,
+            self.info,
+            settings=ConvertSettings(
+                media_hosts=self.settings.media_hosts, max_request_bytes=self.settings.max_request_bytes
+            ),
+        )
+        more = () if request.data_parallel_rank is None else ((DATA_PARALLEL_RANK, str(request.data_parallel_rank)),)
+        calls = LiveCalls(
+            request,
+            wires,
+            pool=pool,
+            metadata=pool.metadata(*more),
+            timeout_s=request.options.deadline_s or self.settings.call_timeout_s,
+            translate=self._translate,
+            version=self._version,
+            born_paused=self._paused,
+            logprobs_mode=self.info.capabilities.logprobs_mode,
+        )
+        self._live.setdefault(request.request_id, []).append(calls)
+        events = calls.events()
+        try:
+            async for event in events:
+                yield event
+        finally:
+            await events.aclose()  # type: ignore[attr-defined]
+            same = self._live[request.request_id]
+            same.remove(calls)
+            if not same:
+                del self._live[request.request_id]
+
+    async def abort(self, request_id: str) -> int:
+        """See `Engine.abort`. Repeated until the request ends: the server forgets an abort that comes before its request."""
+        found = list(self._live.get(request_id, ()))
+        if not found:
+            return 0
+        await self.control.abort([name for calls in found for name in calls.ids])
+        for calls in found:
+            task = asyncio.create_task(self._abort_again(calls), name=f"abort {request_id}")
+            self._aborts.add(task)
+            task.add_done_callback(self._aborts.discard)
+        return len(found)
+
+    async def health(self) -> EngineHealth:
+        """The last health that was seen, at most `HEALTH_PERIOD_S` + `HEALTH_TIMEOUT_S` old."""
+        state = self._state()
+        return EngineHealth(
+            alive=state not in ("failed", "stopped", "starting"),
+            state=state,
+            running=sum(len(calls.ids) for calls in self._all_live()),
+            reason=self._trouble,
+            counters={"stuck_adapters": len(self._stuck_adapters)},
+        )
+
+    # -- WeightReceiver ----------------------------------------------------------------------------------------------
+
+    @property
+    def policy_version(self) -> str:
+        """See `WeightReceiver.policy_version`."""
+        return self._version
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool = False) -> PauseReport:
+        """See `WeightReceiver.pause`; `cleared` says that the server was asked and did not refuse."""
+        was_paused, before = self._paused, len(self._all_live())
+        await self.control.pause(mode, clear_cache=clear_cache, timeout_s=self.settings.call_timeout_s)
+        self._paused = True
+        return PauseReport(
+            mode=mode,
+            already_paused=was_paused,
+            kept=before if mode == "keep" else 0,
+            aborted=before if mode == "abort" else 0,
+            drained=before if mode == "wait" else 0,
+            cleared=True if clear_cache else None,
+        )
+
+    async def resume(self) -> ResumeReport:
+        """See `WeightReceiver.resume`."""
+        was_paused = self._paused
+        if was_paused:
+            await self._settle()
+            for calls in self._all_live():
+                for tracker in calls.trackers:
+                    tracker.resumed(self._version)
+            await self.control.resume()
+            self._paused = False
+        return ResumeReport(was_paused=was_paused, policy_version=self._version)
+
+    async def stage_weights(self, path: str) -> StagedWeights:
+        """Refused: no rpc of the server reads a checkpoint.
+
+        Raises:
+            InvalidRequest: always; says what works instead.
+        """
+        backend = ", ".join(self.info.capabilities.weight_transfer) or "none was configured at its start"
+        raise InvalidRequest(
+            "update_weights_from_disk is not offered by a vLLM gRPC server: its services receive weights only through "
+            f"their transfer backend ({backend})",
+            param="model_path",
+        )
+
+    async def apply_weights(self, staged: StagedWeights, *, version: str) -> None:
+        """Refused, see `stage_weights`.
+
+        Raises:
+            EngineFailed: always; nothing was touched.
+        """
+        raise EngineFailed(f"a vLLM gRPC server cannot load {staged.path}")
+
+    async def set_policy_version(self, version: str) -> None:
+        """See `WeightReceiver.set_policy_version`."""
+        check_version_name(version, param="weight_version")
+        await self.control.set_weight_version(version)
+        self._take_version(version)
+
+    async def flush_cache(self, *, preempt: bool = False) -> FlushReport:
+        """Drop caches. The server's only way is a pause that clears, which would preempt running requests."""
+        running = len(self._all_live())
+        if running and not preempt:
+            return FlushReport(
+                reset=False,
+                reason=f"{running} requests hold cache; a vLLM gRPC server can only clear all of it (preempt)",
+            )
+        await self.control.pause("keep", clear_cache=True, timeout_s=self.settings.control_timeout_s)
+        if not self._paused:
+            await self.control.resume()
+        return FlushReport(reset=True, preempted=running)
+
+    # -- native weight transfer --------------------------------------------------------------------------------------
+
+    async def init_weight_transfer(self, info: dict[str, Any]) -> None:
+        """Join the trainer's group with the server's transfer backend; `info` is the backend's own object."""
+        self._require_transfer()
+        await self.control.init_weight_transfer(info, timeout_s=self.settings.call_timeout_s)
+
+    async def start_weight_update(self) -> None:
+        """Open an update; only while paused.
+
+        Raises:
+            Conflict: not paused: running requests would see half of it.
+        """
+        self._require_transfer()
+        if not self._paused:
+            raise Conflict("a weight update starts only while the engine is paused")
+        await self.control.start_weight_update()
+
+    async def update_weights(self, info: dict[str, Any]) -> None:
+        """Receive a part of the weights."""
+        self._require_transfer()
+        await self.control.update_weights(info, timeout_s=self.settings.call_timeout_s)
+
+    async def finish_weight_update(self, version: str) -> None:
+        """Close the update; the version changes last."""
+        self._require_transfer()
+        check_version_name(version, param="weight_version")
+        await self.control.finish_weight_update(version)
+        self._take_version(version)
+
+    async def sleep(self, *, level: int = 1) -> None:
+        """Free the engine's memory; requests are refused until it is awake."""
+        await self.control.sleep(level=level)
+        self._sleeping = True
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        """Take the memory back; awake only once the server says so."""
+        await self.control.wake_up(tags)
+        self._sleeping = await self.control.is_sleeping()
+
+    async def kv_event_sources(self) -> list[pb.KvEventSource]:
+        """Where the server publishes KV events."""
+        return await self.control.kv_event_sources()
+
+    # -- AdapterHost -------------------------------------------------------------------------------------------------
+
+    async def load_adapter(self, engine_name: str, path: str) -> None:
+        """See `AdapterHost.load_adapter`. The server reads the files, from below its own allowed prefixes."""
+        try:
+            await self.control.load_lora(engine_name, path)
+        except EngineFailed as error:
+            # The server lives; its words say what in the files does not fit.
+            raise InvalidRequest(error.message, param="lora_path") from None
+
+    async def unload_adapter(self, engine_name: str) -> None:
+        """See `AdapterHost.unload_adapter`.
+
+        A server whose cache evicted the adapter refuses its removal and keeps the name; the name is of one generation
+        and never used again, so it only counts as stuck.
+        """
+        try:
+            await self.control.unload_lora(engine_name)
+        except NotFound:
+            return
+        except EngineFailed:
+            self._stuck_adapters.add(engine_name)
+
+    async def loaded_adapters(self) -> list[str]:
+        """See `AdapterHost.loaded_adapters`."""
+        return [name for name in await self.control.loras() if name not in self._stuck_adapters]
+
+    # ----------------------------------------------------------------------------------------------------------------
+
+    def _serving(self) -> ChannelPool:
+        if self._closing or self._pool is None:
+            raise EngineDied("the engine is closed" if self._closing else "the engine was not started")
+        if self._sleeping:
+            raise Unavailable("the engine is asleep")
+        return self._pool
+
+    def _require_transfer(self) -> None:
+        if not self.info.capabilities.weight_transfer:
+            raise InvalidRequest("this vLLM server was started without a weight transfer backend")
+
+    def _take_version(self, version: str) -> None:
+        """While paused, live requests meet the new version when the engine resumes; else at an unknown token."""
+        self._version = version
+        if not self._paused:
+            for calls in self._all_live():
+                for tracker in calls.trackers:
+                    tracker.relabelled(version)
+
+    def _all_live(self) -> list[LiveCalls]:
+        return [calls for same in self._live.values() for calls in same]
+
+    def _state(self) -> EngineState:
+        if self._closing:
+            return "stopped"
+        if self._info is None:
+            return "starting"
+        if self._trouble is not None:
+            return "failed"
+        if self._sleeping:
+            return "asleep"
+        return "paused" if self._paused else "ready"
+
+    async def _settle(self) -> None:
+        """Return once every token that was made before the pause has been counted.
+
+        The engine is idle, so a connection's answers are behind us when a later call on it returns and nothing more
+        has come meanwhile.
+        """
+        counted = [calls for calls in self._all_live() if calls.streams]
+        if not counted or self._pool is None:
+            return
+        for _ in range(_SETTLE_ROUNDS):
+            before = [tracker.tokens for calls in counted for tracker in calls.trackers]
+            await asyncio.gather(
+                *(
+                    lane.control.IsPaused(
+                        pb.IsPausedRequest(), timeout=self.settings.control_timeout_s, metadata=self._pool.metadata()
+                    )
+                    for lane in self._pool.lanes
+                    if lane.calls
+                ),
+                return_exceptions=True,
+            )
+            if before == [tracker.tokens for calls in counted for tracker in calls.trackers]:
+                return
+
+    async def _abort_again(self, calls: LiveCalls) -> None:
+        while not calls.done.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(ABORT_REPEAT_S):
+                    await calls.done.wait()
+                    return
+            with contextlib.suppress(RollplaneError):
+                await self.control.abort(calls.ids)
+
+    async def _translate(self, error: grpc.aio.AioRpcError, what: str) -> RollplaneError:
+        """Ours for a failed call; a lost connection is told apart from a lost engine by asking for its health."""
+        ours = error_from_rpc(error, what=what)
+        if isinstance(ours, EngineDied) and self._pool is not None and not self._closing:
+            self._trouble = await probe(self._pool, INFERENCE.full_name, timeout_s=HEALTH_TIMEOUT_S)
+            if self._trouble is None:
+                return TransportError(ours.message)
+        return ours
+
+    async def _watch(self) -> None:
+        """Ask both services for their health, for as long as the engine lives."""
+        pool = self._pool
+        while pool is not None:
+            await asyncio.sleep(HEALTH_PERIOD_S)
+            self._trouble = await probe(pool, INFERENCE.full_name, timeout_s=HEALTH_TIMEOUT_S) or await probe(
+                pool, CONTROL.full_name, timeout_s=HEALTH_TIMEOUT_S
+            )
