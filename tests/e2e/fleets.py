@@ -52,7 +52,7 @@ class Served:
     async def start(self) -> None:
         self._task = asyncio.create_task(self._server.serve())
         async with asyncio.timeout(WAIT_S):
-            while not self._server.started:
+            while not self._server.started:  # noqa: ASYNC110 - uvicorn has no event for this
                 await asyncio.sleep(0.005)
 
     async def kill(self) -> None:

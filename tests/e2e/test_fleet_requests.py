@@ -34,11 +34,13 @@ async def test_logprobs_survive_every_hop(n: int) -> None:
             deltas = [delta async for delta in stream]
         streamed = stream.response
         for one, other in zip(unary.choices, streamed.choices, strict=True):
-            assert one.logprobs is not None and other.logprobs is not None
+            assert one.logprobs is not None
+            assert other.logprobs is not None
             assert one.logprobs.values.size == one.token_ids.size == 8
             assert one.token_ids.tolist() == other.token_ids.tolist()
             assert one.logprobs.values.tolist() == other.logprobs.values.tolist()
-            assert one.logprobs.alternatives is not None and other.logprobs.alternatives is not None
+            assert one.logprobs.alternatives is not None
+            assert other.logprobs.alternatives is not None
             assert one.logprobs.alternatives.ids.tolist() == other.logprobs.alternatives.ids.tolist()
         assert {delta.index for delta in deltas} == set(range(n))
 
@@ -55,9 +57,11 @@ async def test_a_stream_folds_to_the_unary_answer_with_routes_and_masks() -> Non
             async for _ in stream:
                 pass
         one, other = unary.choices[0], stream.response.choices[0]
-        assert one.routed_experts is not None and other.routed_experts is not None
+        assert one.routed_experts is not None
+        assert other.routed_experts is not None
         assert one.routed_experts.array.tolist() == other.routed_experts.array.tolist()
-        assert one.sampling_mask is not None and other.sampling_mask is not None
+        assert one.sampling_mask is not None
+        assert other.sampling_mask is not None
         assert one.sampling_mask.rows() == other.sampling_mask.rows()
 
 

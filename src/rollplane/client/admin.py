@@ -8,7 +8,7 @@ from typing import Any, Final, Literal, Self, TypeVar
 import msgspec
 
 from rollplane.client.transport import Transport
-from rollplane.errors import TransportError
+from rollplane.errors import RollplaneError, ServiceError, TransportError
 from rollplane.protocol.admin import (
     AdapterRecord,
     FlushReport,
@@ -30,8 +30,9 @@ T = TypeVar("T")
 class AdminClient:
     """Administration of one worker or one fleet.
 
-    Every call may be asked for again: a lost connection, 429, 502 or 503 is followed by the same call with the same
-    operation id, and the server does the work once. Leaving an `operation_id` out makes one up per call.
+    Every call may be asked for again: a lost connection, 429 or 503 is followed by the same call with the same operation
+    id, and the server does the work once. Leaving an `operation_id` out makes one up per call. What an engine refused
+    or failed at is not asked for again by itself.
 
     Args:
         base_url: the server's address, with or without a trailing `/v1`.
@@ -50,7 +51,9 @@ class AdminClient:
         attempts: int = 4,
         connect_timeout_s: float = 10.0,
     ) -> None:
-        self._transport = Transport(base_url, key=admin_key, attempts=attempts, connect_timeout_s=connect_timeout_s)
+        self._transport = Transport(
+            base_url, key=admin_key, attempts=attempts, connect_timeout_s=connect_timeout_s, mendable=_mendable
+        )
 
     def __repr__(self) -> str:
         return f"<AdminClient {self._transport.base_url}>"
@@ -222,6 +225,10 @@ class AdminClient:
         if not isinstance(answer, dict):
             raise TransportError(f"{self._transport.base_url}/engine/{route} answered something else than an object")
         return answer
+
+
+def _mendable(error: RollplaneError) -> bool:
+    return isinstance(error, ServiceError | TransportError) and error.retryable
 
 
 def _named(operation_id: str | None, *, step: int, epoch: int | None, deadline_s: float) -> dict[str, Any]:

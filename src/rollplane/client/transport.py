@@ -32,12 +32,22 @@ class Transport:
         key: sent as a bearer token.
         attempts: how often a safe call is tried in all.
         connect_timeout_s: longest wait for a connection.
+        mendable: whether another try can mend an error.
     """
 
-    def __init__(self, base_url: str, *, key: str | None, attempts: int, connect_timeout_s: float) -> None:
+    def __init__(
+        self,
+        base_url: str,
+        *,
+        key: str | None,
+        attempts: int,
+        connect_timeout_s: float,
+        mendable: Callable[[RollplaneError], bool] = lambda error: error.retryable,
+    ) -> None:
         self.base_url = base_url.rstrip("/").removesuffix("/v1")
         self.attempts = attempts
         self._key = key
+        self._mendable = mendable
         self._connect_timeout_s = connect_timeout_s
         self._session: aiohttp.ClientSession | None = None
 
@@ -92,7 +102,7 @@ class Transport:
         try:
             async with asyncio.timeout(None if limit_s is None else limit_s + LIMIT_GRACE_S):
                 async for attempt in stamina.retry_context(
-                    on=_pause_before_retry,
+                    on=self._pause_before_retry,
                     attempts=self.attempts,
                     timeout=limit_s,
                     wait_initial=FIRST_PAUSE_S,
@@ -154,9 +164,8 @@ class Transport:
             return TransportError(f"{url} was silent for {SILENCE_S:g} s")
         return TransportError(f"{url}: {type(error).__name__}{f': {error}' if str(error) else ''}")
 
-
-def _pause_before_retry(error: Exception) -> bool | float:
-    """Whether to try again, or after how many seconds, as the server's Retry-After says."""
-    if not isinstance(error, RollplaneError) or not error.retryable:
-        return False
-    return True if error.retry_after_s is None else error.retry_after_s
+    def _pause_before_retry(self, error: Exception) -> bool | float:
+        """Whether to try again, or after how many seconds, as the server's Retry-After says."""
+        if not isinstance(error, RollplaneError) or not self._mendable(error):
+            return False
+        return True if error.retry_after_s is None else error.retry_after_s

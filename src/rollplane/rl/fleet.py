@@ -401,6 +401,7 @@ class Fleet:
             if member.instance is not None:
                 member.worker.drop_requests(f"worker {member.url} was restarted")
             member.instance = heard.instance
+            member.paused_here = False
             if member.state != "joining":
                 member.enter("joining", "restarted")
         other = next((m for m in self._members.values() if m is not member and m.state == "current"), None)

@@ -121,7 +121,7 @@ class FleetUpdate:
             heard = member.worker.state
             if heard is not None:
                 self._before[member.url] = Policy(version=heard.policy_version, digest=heard.policy_digest)
-                if heard.paused:
+                if heard.paused and not member.paused_here:
                     self._paused_before.add(member.url)
             member.enter("updating", f"update to {self.target.version!r}")
         paused = await every(self.members, self._pause)
@@ -158,6 +158,7 @@ class FleetUpdate:
     # -- one worker ------------------------------------------------------------------------------------------------
 
     async def _pause(self, member: Member) -> PauseReport:
+        member.paused_here = member.url not in self._paused_before
         return await member.worker.pause(self.mode, clear_cache=self.clear_cache)
 
     async def _apply_one(self, member: Member) -> UpdateReport:
@@ -207,6 +208,7 @@ class FleetUpdate:
             # Also where the answer of our pause was lost: whoever was not paused before is not to stay so.
             if member.url not in self._paused_before:
                 await member.worker.resume()
+                member.paused_here = False
                 await member.worker.refresh()
         except RollplaneError as error:
             member.enter("fenced", error.message)

@@ -135,6 +135,8 @@ class Member:
         self.instance: str | None = None
         self.foreign = False
         """Its engine's facts differ from the fleet's: no operation is for it."""
+        self.paused_here = False
+        """An update of the fleet paused it and has not resumed it: a fenced worker. No caller asked for that pause."""
         self.since = time.monotonic()
 
     def __repr__(self) -> str:
