@@ -1,9 +1,8 @@
 """All workers of one model as one policy: every operation on all of them or none.
 
 The fleet is the control owner: it holds the epoch, the version sequence, the operations and what a late joiner must
-have. Where each worker stands is in `rl.members`; `_review` re-derives it after every event. Until the first update
-through the fleet its workers are only observed: each serves the version that it told. From then on only workers whose
-version and digest are the fleet's take requests, and a joiner or a restarted worker is brought there first.
+have. The lifecycle of a worker is the table in `rl.members`; who is there is in `rl.roster`; the steps of an update are
+in `rl.fleet_update`.
 """
 
 import asyncio
@@ -11,13 +10,13 @@ import contextlib
 import time
 import uuid
 from collections import OrderedDict
-from collections.abc import Awaitable, Callable, Iterator, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
 import msgspec
 
-from rollplane.errors import Conflict, EngineFailed, InvalidRequest, NotFound, RollplaneError, Unavailable
+from rollplane.errors import Conflict, EngineFailed, NotFound, RollplaneError, Unavailable
 from rollplane.protocol.admin import (
     AdapterRecord,
     FlushReport,
@@ -27,14 +26,14 @@ from rollplane.protocol.admin import (
     UpdateReport,
     WorkerRecord,
 )
-from rollplane.protocol.info import EngineInfo
 from rollplane.protocol.versions import check_version_name
 from rollplane.rl.base import OnFailure, Operation
-from rollplane.rl.facts import disagreement, merge_infos
+from rollplane.rl.fleet_records import record_of
 from rollplane.rl.fleet_update import SETTLE_S, Checkpoint, FleetUpdate, every
-from rollplane.rl.members import FleetWorker, Member
+from rollplane.rl.members import Member
 from rollplane.rl.operations import Operations
-from rollplane.rl.versions import VersionSequence
+from rollplane.rl.roster import FleetSettings as FleetSettings  # settings come with the thing they set
+from rollplane.rl.roster import Roster
 
 T = TypeVar("T")
 
@@ -42,20 +41,7 @@ MAX_FAILURES: Final = 256
 """Failed operations whose error can still be asked for."""
 
 
-class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How a fleet behaves.
-
-    `initial`: the checkpoint that workers start with, so that the first update can be rolled back and a restarted
-    worker brought up to date. `catch_up_s`: limit of bringing one worker to the fleet's version. `retry_s`: pause
-    before that is tried again.
-    """
-
-    initial: Checkpoint | None = None
-    catch_up_s: float = 600.0
-    retry_s: float = 5.0
-
-
-class Fleet:
+class Fleet(Roster):
     """The workers of one model; a `PolicyAdmin`.
 
     Args:
@@ -63,27 +49,9 @@ class Fleet:
     """
 
     def __init__(self, *, settings: FleetSettings | None = None, epoch: int | None = None) -> None:
-        self.settings = settings or FleetSettings()
-        self.epoch = int(time.time()) if epoch is None else epoch
-        self.sequence: VersionSequence | None = None
-        """Order of the versions seen or set; None until the first worker was reached."""
-        self.checkpoint: Checkpoint | None = None
-        """What every worker must have; None while workers are only observed."""
-        self.adapter_paths: dict[str, str] = {}
-        self.changing_adapters: set[str] = set()
-        """Adapter names that workers disagree about for the moment: requests for them wait."""
-        self._members: dict[str, Member] = {}
+        super().__init__(settings=settings, epoch=epoch)
         self._operations = Operations()
         self._failures: OrderedDict[str, str] = OrderedDict()
-        self._lock = asyncio.Lock()
-        self.paused = False
-        """Paused as a whole: nothing is placed until `resume`, also on workers that join meanwhile."""
-        self._closed_gates: list[str] = []
-        self._changed = asyncio.Event()
-        self._catching_up: dict[str, asyncio.Task[None]] = {}
-        self._retries: dict[str, asyncio.TimerHandle] = {}
-        self._merged: tuple[list[EngineInfo], EngineInfo] | None = None
-        self._closing: set[asyncio.Task[None]] = set()
 
     def __repr__(self) -> str:
         states = [member.state for member in self._members.values()]
@@ -91,93 +59,10 @@ class Fleet:
         gate = f", held for {self.held_for}" if self.held_for else ""
         return f"<Fleet {self.version or '?'} epoch={self.epoch}: {counts}{gate}>"
 
-    # -- what the router reads -------------------------------------------------------------------------------------
-
-    @property
-    def members(self) -> list[Member]:
-        """Every worker, in the order in which they joined."""
-        return list(self._members.values())
-
-    @property
-    def version(self) -> str | None:
-        """The version that was set for all; while workers are only observed, the newest one seen."""
-        if self.checkpoint is not None:
-            return self.checkpoint.version
-        return None if self.sequence is None else self.sequence.current
-
-    @property
-    def held_for(self) -> str | None:
-        """Why no request may be placed now, None where it may."""
-        return self._closed_gates[-1] if self._closed_gates else "pause" if self.paused else None
-
-    @property
-    def changed(self) -> asyncio.Event:
-        """Set once, at the next change of anything a router looks at; take it before you look."""
-        return self._changed
-
-    @property
-    def info(self) -> EngineInfo:
-        """The merged facts of all workers that belong together.
-
-        Raises:
-            Unavailable: no worker was reached yet.
-        """
-        infos = [
-            m.worker.state.info for m in self._members.values() if m.worker.state is not None and m.state != "fenced"
-        ]
-        if not infos:
-            if self._merged is not None:
-                return self._merged[1]  # all are fenced or gone: what they were still describes the model
-            raise Unavailable("no worker was reached yet")
-        if self._merged is None or self._merged[0] != infos:
-            self._merged = (infos, merge_infos(infos))
-        return self._merged[1]
-
-    # -- membership ------------------------------------------------------------------------------------------------
-
-    def add(self, worker: FleetWorker) -> Member:
-        """Let a worker join; it takes requests once it was reached and is at the fleet's version.
-
-        Raises:
-            Conflict: its address is a member's.
-        """
-        if worker.url in self._members:
-            raise Conflict(f"worker {worker.url} is a member already")
-        member = Member(worker)
-        self._members[worker.url] = member
-        worker.follow(lambda: self._review(member))
-        self._tell()
-        return member
-
-    def remove(self, url: str) -> None:
-        """Let a worker go; its running requests end where they are. Unknown addresses are no error."""
-        member = self._members.pop(url, None)
-        if member is None:
-            return
-        member.enter("gone")
-        self._stop_catching_up(url)
-        task = asyncio.get_running_loop().create_task(member.worker.close(), name=f"close {url}")
-        self._closing.add(task)
-        task.add_done_callback(self._closing.discard)
-        self._tell()
-
-    def set_workers(self, urls: Sequence[str], make: Callable[[str], FleetWorker]) -> None:
-        """Make the members exactly these addresses."""
-        wanted = [url.rstrip("/") for url in urls]
-        for url in list(self._members):
-            if url not in wanted:
-                self.remove(url)
-        for url in wanted:
-            if url not in self._members:
-                self.add(make(url))
-
     async def close(self) -> None:
         """Stop all tasks and let go of the workers, which go on."""
         await self._operations.close()
-        for url in list(self._members):
-            self.remove(url)
-        if self._closing:
-            await asyncio.wait(self._closing)
+        await super().close()
 
     # -- PolicyAdmin -----------------------------------------------------------------------------------------------
 
@@ -319,7 +204,7 @@ class Fleet:
         """Every member's record with its place in the fleet; a worker that cannot be asked has an `error`."""
         members = self.members
         results = await every(members, lambda m: m.worker.workers())
-        return [self._record(m, results[m.url]) for m in members]
+        return [record_of(m, results[m.url]) for m in members]
 
     async def load_adapter(self, name: str, path: str, *, operation: Operation | None = None) -> AdapterRecord:
         """Load an adapter on all workers; requests for its name wait until all have it. If one fails, all go back.
@@ -387,107 +272,6 @@ class Fleet:
         if not steps and not failed:
             raise NotFound(f"no operation {operation_id!r} is known", param="operation_id")
         return {**failed, **steps}
-
-    # -- events ----------------------------------------------------------------------------------------------------
-
-    def _review(self, member: Member) -> None:
-        """Re-derive where a worker stands from what it last told."""
-        heard = member.worker.state
-        if member.state in ("gone", "updating") or heard is None:
-            member.reason = member.reason if heard is not None else "not reached yet"
-            self._tell()
-            return
-        if member.instance != heard.instance:
-            if member.instance is not None:
-                member.worker.drop_requests(f"worker {member.url} was restarted")
-            member.instance = heard.instance
-            member.paused_here = False
-            if member.state != "joining":
-                member.enter("joining", "restarted")
-        other = next((m for m in self._members.values() if m is not member and m.state == "current"), None)
-        differs = (
-            None if other is None or other.worker.state is None else disagreement(other.worker.state.info, heard.info)
-        )
-        member.foreign = differs is not None
-        if differs is not None:
-            if member.state != "fenced":
-                member.enter("fenced", f"it does not belong to this fleet: {differs}")
-        elif member.state != "fenced":
-            self._admit_or_catch_up(member)
-        self._tell()
-
-    def _admit_or_catch_up(self, member: Member) -> None:
-        if self._is_current(member):
-            self._stop_catching_up(member.url)
-            member.enter("current")
-            self._observe(member.version)
-        elif not member.worker.reachable:
-            member.reason = "cannot be reached"
-        elif member.url not in self._catching_up and member.url not in self._retries:
-            member.enter("joining", f"has {member.version!r}, the fleet {self.version!r}")
-            task = asyncio.get_running_loop().create_task(self._catch_up(member), name=f"catch up {member.url}")
-            self._catching_up[member.url] = task
-
-    def _is_current(self, member: Member) -> bool:
-        heard = member.worker.state
-        if heard is None or not member.worker.reachable:
-            return member.state == "current"  # as it was; `routable` is False while it cannot be reached
-        if heard.health.state == "failed":
-            return False
-        loaded = {record.name for record in heard.adapters if record.state == "ready"}
-        if not self.adapter_paths.keys() <= loaded:
-            return False
-        return self._has_target(member)
-
-    def _has_target(self, member: Member) -> bool:
-        heard, target = member.worker.state, self.checkpoint
-        return target is None or (
-            heard is not None
-            and heard.health.state != "failed"
-            and (heard.policy_version, heard.policy_digest) == (target.version, target.digest)
-        )
-
-    async def _catch_up(self, member: Member) -> None:
-        """Bring one worker to what the fleet has."""
-        try:
-            async with asyncio.timeout(self.settings.catch_up_s), self._lock:
-                await member.worker.refresh()
-                target = self.checkpoint
-                operation = Operation(
-                    id=f"join/{uuid.uuid4().hex}", epoch=self.epoch, deadline_s=self.settings.catch_up_s
-                )
-                heard = member.worker.state
-                if target is not None and not self._has_target(member):
-                    await member.worker.update_from_disk(
-                        target.path, version=target.version, expected_digest=target.digest, operation=operation
-                    )
-                loaded = {r.name: r.path for r in heard.adapters if r.state == "ready"} if heard is not None else {}
-                for name, path in self.adapter_paths.items():
-                    if loaded.get(name) != path:
-                        await member.worker.load_adapter(name, path, operation=operation)
-                await member.worker.refresh()
-        except (RollplaneError, TimeoutError) as error:
-            member.reason = f"could not be brought to {self.version!r}: {error}"
-            if member.state != "gone":
-                loop = asyncio.get_running_loop()
-                self._retries[member.url] = loop.call_later(self.settings.retry_s, self._retry, member)
-        finally:
-            self._catching_up.pop(member.url, None)
-        if member.state != "gone":
-            self._review(member)
-
-    def _retry(self, member: Member) -> None:
-        self._retries.pop(member.url, None)
-        if member.state == "joining":
-            self._review(member)
-
-    def _stop_catching_up(self, url: str) -> None:
-        timer = self._retries.pop(url, None)
-        if timer is not None:
-            timer.cancel()
-        task = self._catching_up.get(url)
-        if task is not None and task is not asyncio.current_task():
-            task.cancel()
 
     # -- the steps under the lock ----------------------------------------------------------------------------------
 
@@ -596,35 +380,8 @@ class Fleet:
 
     # -- small things ----------------------------------------------------------------------------------------------
 
-    def _reached(self) -> list[Member]:
-        """The workers that an operation is for.
-
-        Raises:
-            Unavailable: none can be reached.
-        """
-        found = [
-            m
-            for m in self._members.values()
-            if m.worker.reachable
-            and m.worker.state is not None
-            and not (m.reason or "").startswith("it does not belong")
-        ]
-        if not found:
-            raise Unavailable(f"no worker can be reached: {self._why()}")
-        return found
-
     async def _refresh(self, members: Sequence[Member]) -> None:
         await every(members, lambda m: m.worker.refresh())
-
-    def _observe(self, version: str | None) -> None:
-        if version is not None and (self.sequence is None or self.sequence.number(version) is None):
-            self._advance(version)
-
-    def _advance(self, version: str) -> None:
-        if self.sequence is None:
-            self.sequence = VersionSequence(version)
-        else:
-            self.sequence.advance(version)
 
     def _check_epoch(self, operation: Operation) -> None:
         if operation.epoch is not None and operation.epoch < self.epoch:
@@ -645,50 +402,6 @@ class Fleet:
                     self._failures.popitem(last=False)
             raise
 
-    def _record(self, member: Member, found: list[WorkerRecord] | RollplaneError) -> WorkerRecord:
-        heard = member.worker.state
-        if isinstance(found, list) and found:
-            record = found[0]
-        elif heard is None:
-            raise_ = found if isinstance(found, RollplaneError) else InvalidRequest("no record")
-            return WorkerRecord(
-                namespace="",
-                component="",
-                endpoint="rl",
-                instance_id="",
-                transport={"http": member.url},
-                request_plane_url=member.url,
-                system_url=member.url,
-                model="",
-                routes=[],
-                error=f"{member.state}: {raise_.message}",
-            )
-        else:
-            record = WorkerRecord(
-                namespace="",
-                component="",
-                endpoint="rl",
-                instance_id=heard.instance,
-                transport={"http": member.url},
-                request_plane_url=member.url,
-                system_url=member.url,
-                model=heard.info.model,
-                routes=heard.routes,
-                world_size=heard.info.world_size,
-                capabilities=heard.info.capabilities,
-                policy_version=heard.policy_version,
-                policy_digest=heard.policy_digest,
-                state="failed",
-                adapters=heard.adapters,
-            )
-        # The frontend's way to the worker, which may differ from what the worker thinks its address is.
-        record.system_url = record.system_url or member.url
-        record.request_plane_url = record.request_plane_url or member.url
-        record.transport = record.transport or {"http": member.url}
-        if member.state != "current" or not member.worker.reachable:
-            record.error = f"{member.state}: {member.reason or 'cannot be reached'}"
-        return record
-
     def _raise_failures(self, results: dict[str, Any], *, what: str) -> None:
         errors = {url: r.message for url, r in results.items() if isinstance(r, RollplaneError)}
         if errors:
@@ -697,21 +410,3 @@ class Fleet:
                 + "; ".join(f"{url}: {said}" for url, said in errors.items()),
                 details={"workers": errors},
             )
-
-    def _why(self) -> str:
-        return "; ".join(repr(member) for member in self._members.values()) or "there are no workers"
-
-    @contextlib.contextmanager
-    def _gate(self, why: str) -> Iterator[None]:
-        """Let the router place nothing inside the block."""
-        self._closed_gates.append(why)
-        self._tell()
-        try:
-            yield
-        finally:
-            self._closed_gates.remove(why)
-            self._tell()
-
-    def _tell(self) -> None:
-        changed, self._changed = self._changed, asyncio.Event()
-        changed.set()

@@ -196,6 +196,9 @@ class FleetUpdate:
             return
         previous = self.previous
         back = await every(changed, lambda m: self._put(m, previous, step="rollback"))
+        digests = {result.digest for result in back.values() if isinstance(result, UpdateReport)}
+        if previous.digest is None and len(digests) == 1:
+            self.previous = msgspec.structs.replace(previous, digest=digests.pop())
         self._note({url: result for url, result in back.items() if isinstance(result, RollplaneError)})
 
     async def _settle_one(self, member: Member) -> None:

@@ -265,7 +265,8 @@ class Router:
                     raise error
                 attempt += 1
         finally:
-            del self._placed[request.request_id]
+            if self._placed.get(request.request_id) is placement:  # a repeat may have taken the id meanwhile
+                del self._placed[request.request_id]
 
     async def _choose(
         self, request: GenerateRequest, placement: _Placement, *, ends: float | None, avoid: list[RoutedWorker]
