@@ -133,11 +133,18 @@ def logprobs_raw(token_ids: np.ndarray[Any, Any], logprobs: TokenLogprobs | None
         return msgspec.Raw(b'{"content":[]}')
     ids = _cells(token_ids)
     values = _cells(logprobs.values)
-    tops = [b"[]"] * len(ids) if logprobs.alternatives is None else _top_cells(logprobs.alternatives)
     return msgspec.Raw(
         b"".join(
             _woven(
-                [b'{"token":"token_id:', ids, b'","logprob":', values, b',"bytes":null,"top_logprobs":', tops, b"},"],
+                [
+                    b'{"token":"token_id:',
+                    ids,
+                    b'","logprob":',
+                    values,
+                    b',"bytes":null,"top_logprobs":[',
+                    *_top_parts(token_ids, ids, logprobs, values),
+                    b"]},",
+                ],
                 count=len(ids),
                 head=b'{"content":[',
                 tail=b"]}",
@@ -146,14 +153,43 @@ def logprobs_raw(token_ids: np.ndarray[Any, Any], logprobs: TokenLogprobs | None
     )
 
 
+def _top_parts(
+    token_ids: np.ndarray[Any, Any], ids: list[bytes], logprobs: TokenLogprobs, values: list[bytes]
+) -> list[bytes | list[bytes]]:
+    """What stands between the brackets of `top_logprobs`, as parts to weave.
+
+    Rows of one width, as engines make them, are woven column by column. The one column that repeats the sampled tokens
+    (`logprobs: 1`) takes the cells that are written already.
+    """
+    top = logprobs.alternatives
+    if top is None:
+        return []
+    widths = np.diff(top.offsets)
+    width = int(widths[0])
+    if not (widths == width).all():
+        return [_top_cells(top)]
+    if width == 1 and np.array_equal(top.ids, token_ids) and np.array_equal(top.values, logprobs.values):
+        return [b'{"token":"token_id:', ids, b'","logprob":', values, b',"bytes":null}']
+    top_ids, top_values = _cells(top.ids), _cells(top.values)
+    parts: list[bytes | list[bytes]] = []
+    for i in range(width):
+        parts += [
+            b',{"token":"token_id:' if i else b'{"token":"token_id:',
+            top_ids[i::width],
+            b'","logprob":',
+            top_values[i::width],
+            b',"bytes":null}',
+        ]
+    return parts
+
+
 def _top_cells(alternatives: Alternatives) -> list[bytes]:
     ids, values = _cells(alternatives.ids), _cells(alternatives.values)
     cells = [
         b'{"token":"token_id:' + token + b'","logprob":' + value + b',"bytes":null}'
         for token, value in zip(ids, values, strict=True)
     ]
-    offsets = alternatives.offsets.tolist()
-    return [b"[" + b",".join(cells[a:b]) + b"]" for a, b in itertools.pairwise(offsets)]
+    return [b",".join(cells[a:b]) for a, b in itertools.pairwise(alternatives.offsets.tolist())]
 
 
 def prompt_logprobs_raw(logprobs: PromptLogprobs | None) -> msgspec.Raw:

@@ -31,7 +31,9 @@ def offsets_of(rows: list[list[Any]]) -> np.ndarray:
 
 @st.composite
 def alternatives(draw: Any, rows: int) -> Alternatives:
-    ids = [draw(st.lists(token_ids, max_size=3, unique=True)) for _ in range(rows)]
+    width = draw(st.none() | st.integers(0, 3))
+    low, high = (0, 3) if width is None else (width, width)
+    ids = [draw(st.lists(token_ids, min_size=low, max_size=high, unique=True)) for _ in range(rows)]
     count = sum(map(len, ids))
     return Alternatives(
         ids=int32([x for row in ids for x in row]),

@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from tests.unit.protocol.answers import float32, int32, responses
 
 from rollplane.protocol.answer import decode_msgpack, encode_json, encode_msgpack
-from rollplane.protocol.artifacts import PromptLogprobs, RoutedExperts, TokenLogprobs
+from rollplane.protocol.artifacts import Alternatives, PromptLogprobs, RoutedExperts, TokenLogprobs
 from rollplane.protocol.events import ServedBy
 from rollplane.protocol.response import Choice, GenerateResponse, Usage
 
@@ -136,6 +136,14 @@ def small(**changes: Any) -> GenerateResponse:
 @given(responses())
 def test_json_is_what_a_naive_writer_writes(response: GenerateResponse) -> None:
     assert strict(encode_json(response)) == naive(response)
+
+
+def test_the_sampled_token_as_its_own_alternative_is_written_twice() -> None:
+    ids, values = int32([7, 8]), float32([-0.25, -0.0])
+    for other in (values, float32([-0.25, 0.0]), float32([-0.5, -1.0])):
+        top = Alternatives(ids=ids, values=other, ranks=int32([1, 1]), offsets=int32([0, 1, 2]))
+        response = small(token_ids=ids, logprobs=TokenLogprobs(values=values, alternatives=top))
+        assert strict(encode_json(response))["choices"] == naive(response)["choices"]
 
 
 @settings(max_examples=40, deadline=None)
