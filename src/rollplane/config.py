@@ -56,7 +56,7 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One engine replica and the policy it serves. Times in seconds, sizes in bytes."""
 
-    engine: Annotated[str, _about("Engine by its registered name: mock, embedded, vllm, grpc")] = "mock"
+    engine: Annotated[str, _about("Engine by its registered name: mock, embedded, vllm, vllm-grpc")] = "mock"
     model: Annotated[str | None, _about("Checkpoint directory")] = None
     served_model_name: Annotated[list[str], _about("Names the model is served under; the first is its main name")] = []
     name: Annotated[str | None, _about("The worker's name; its port's name if absent")] = None
@@ -65,6 +65,8 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_model_len: Annotated[Count | None, _about("Longest prompt and completion together, in tokens")] = None
     max_num_seqs: Annotated[Count | None, _about("Sequences that run at once")] = None
     seed: Annotated[int | None, _about("Seed for requests that bring none")] = None
+    grpc_endpoint: Annotated[str | None, _about("HOST:PORT of a vLLM gRPC server (engine vllm-grpc)")] = None
+    vllm_http_endpoint: Annotated[str | None, _about("Base URL of the same vLLM server's HTTP side")] = None
     engine_option: Annotated[dict[str, str], _about("Further option of the engine, as name=value")] = {}
     isolate_by_version: Annotated[bool, _about("Scope cached KV by policy version")] = True
     max_hold_s: Annotated[Seconds, _about("Longest wait of a request while paused or updating")] = 600.0

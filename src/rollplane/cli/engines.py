@@ -21,6 +21,8 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
     "dtype": ("dtype",),
     "policy_version": ("policy_version", "version"),
     "seed": ("seed",),
+    "grpc_endpoint": ("endpoint",),
+    "vllm_http_endpoint": ("http_endpoint",),
 }
 """A worker's setting -> the names under which engines' records have it, the first that is there is used."""
 

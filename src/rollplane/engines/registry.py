@@ -7,10 +7,10 @@ from rollplane.errors import InvalidRequest
 
 ENGINES: Final[dict[str, str]] = {
     "embedded": "rollplane.engines.embedded.engine:EmbeddedEngine",
-    "grpc": "rollplane.engines.grpc.engine:GrpcEngine",
     "mock": "rollplane.engines.mock.engine:MockEngine",
     "remote": "rollplane.engines.remote:RemoteEngine",
     "vllm": "rollplane.engines.vllm.inprocess:VllmEngine",
+    "vllm-grpc": "rollplane.engines.grpc.engine:GrpcEngine",
 }
 """Engine name -> `module:class`."""
 

@@ -57,11 +57,20 @@ class LiveCalls:
         self._logprobs_mode = logprobs_mode
         self._tasks: list[asyncio.Task[Any]] = []
         self._closed = False
+        self._recomputed = 0
+        self._warnings: list[str] = []
         self._prompt: PromptEvent | None = None
 
     def __repr__(self) -> str:
         kind = "stream" if self.streams else "unary"
         return f"<LiveCalls {self.request.request_id} {kind} {[tracker.tokens for tracker in self.trackers]}>"
+
+    def resumed(self, version: str, *, cleared: bool) -> None:
+        """The engine resumes with `version`; `cleared`: the KV of what it kept is computed again."""
+        for tracker in self.trackers:
+            if cleared and not tracker.idle:
+                self._mark_recomputed(tracker)
+            tracker.resumed(version)
 
     def end_with_engine(self) -> None:
         """The engine closes: every call ends with `EngineDied`."""
@@ -192,11 +201,24 @@ class LiveCalls:
         choice.policy_versions = tracker.spans()
         return choice
 
+    def _mark_recomputed(self, tracker: SpanTracker) -> None:
+        if not tracker.exact:
+            self._warnings = [
+                "the cache was cleared while this request was kept: leading rows were computed again under newer "
+                "weights, how many is not known without rollplane.exact_spans"
+            ]
+        elif tracker.tokens:
+            prompt = self.request.prompt_tokens if self._prompt is None else self._prompt.prompt_tokens
+            self._recomputed = max(self._recomputed, prompt + tracker.tokens - 1)
+
     def _end(self) -> EndEvent:
         first = self._readers[0]
         return EndEvent(
             served_by=ServedBy(
-                logprobs_mode=self._logprobs_mode, floored_logprobs=sum(reader.floored for reader in self._readers)
+                logprobs_mode=self._logprobs_mode,
+                floored_logprobs=sum(reader.floored for reader in self._readers),
+                recomputed=[(0, self._recomputed)] if self._recomputed else [],
+                warnings=self._warnings,
             ),
             kv_transfer_params=first.kv_transfer_params,
             ec_transfer_params=first.ec_transfer_params,

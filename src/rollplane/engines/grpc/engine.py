@@ -7,6 +7,7 @@ adapters are the server's; replacing weights from a checkpoint directory is not 
 import asyncio
 import contextlib
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any, Final
 
 import grpc
@@ -62,6 +63,7 @@ class GrpcEngine:
         self._aborts: set[asyncio.Task[None]] = set()
         self._version = "default"
         self._paused = False
+        self._cleared = False  # since the pause began
         self._sleeping = False
         self._closing = False
         self._trouble: str | None = None
@@ -209,6 +211,7 @@ class GrpcEngine:
         was_paused, before = self._paused, len(self._all_live())
         await self.control.pause(mode, clear_cache=clear_cache, timeout_s=self.settings.call_timeout_s)
         self._paused = True
+        self._cleared = self._cleared or clear_cache
         return PauseReport(
             mode=mode,
             already_paused=was_paused,
@@ -224,18 +227,20 @@ class GrpcEngine:
         if was_paused:
             await self._settle()
             for calls in self._all_live():
-                for tracker in calls.trackers:
-                    tracker.resumed(self._version)
+                calls.resumed(self._version, cleared=self._cleared)
             await self.control.resume()
-            self._paused = False
+            self._paused = self._cleared = False
         return ResumeReport(was_paused=was_paused, policy_version=self._version)
 
     async def stage_weights(self, path: str) -> StagedWeights:
         """Refused: no rpc of the server reads a checkpoint.
 
         Raises:
-            InvalidRequest: always; says what works instead.
+            NotFound: there is no such directory.
+            InvalidRequest: there is; says what works instead.
         """
+        if not await asyncio.to_thread(Path(path).is_dir):
+            raise NotFound(f"there is no checkpoint directory {path}", param="model_path")
         backend = ", ".join(self.info.capabilities.weight_transfer) or "none was configured at its start"
         raise InvalidRequest(
             "update_weights_from_disk is not offered by a vLLM gRPC server: its services receive weights only through "
@@ -265,9 +270,10 @@ class GrpcEngine:
                 reset=False,
                 reason=f"{running} requests hold cache; a vLLM gRPC server can only clear all of it (preempt)",
             )
-        await self.control.pause("keep", clear_cache=True, timeout_s=self.settings.control_timeout_s)
-        if not self._paused:
-            await self.control.resume()
+        was_paused = self._paused
+        await self.pause("keep", clear_cache=True)
+        if not was_paused:
+            await self.resume()
         return FlushReport(reset=True, preempted=running)
 
     # -- native weight transfer --------------------------------------------------------------------------------------
@@ -318,8 +324,14 @@ class GrpcEngine:
 
     async def load_adapter(self, engine_name: str, path: str) -> None:
         """See `AdapterHost.load_adapter`. The server reads the files, from below its own allowed prefixes."""
+        if not Path(path).is_absolute():
+            raise InvalidRequest(f"lora_path must be absolute: the server reads it, got {path!r}", param="lora_path")
         try:
             await self.control.load_lora(engine_name, path)
+        except InvalidRequest as error:
+            if "must exist" in error.message:
+                raise NotFound(error.message, param="lora_path") from None
+            raise
         except EngineFailed as error:
             # The server lives; its words say what in the files does not fit.
             raise InvalidRequest(error.message, param="lora_path") from None

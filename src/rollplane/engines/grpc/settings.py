@@ -1,7 +1,7 @@
 """How the sidecar reaches its vLLM server and what it cannot learn from it."""
 
 import ipaddress
-from typing import Any, Final
+from typing import Final
 from urllib.parse import urlsplit
 
 import msgspec
@@ -25,6 +25,8 @@ class GrpcSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         server asks for one. `token_file`: a bearer token, sent with every call; needs TLS or a loopback address.
         `max_receive_bytes`: largest answer. `max_request_bytes`: the server's own limit on requests.
     What the server does not say:
+        `served_model_name`: names the model is served under here, the first is its main name; the server's own stay
+        aliases. `model_path`: the model's directory as this machine sees it, where the server's name for it is none.
         `logprobs_mode`: which logprobs it was started with. `vocab_size`: rows of the input embedding, where the model's
         directory is not readable here. `max_logprobs`, `max_lora_rank`: as it was started; vLLM's defaults.
         `media_hosts`: hosts whose URLs it may fetch media from.
@@ -46,6 +48,8 @@ class GrpcSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     token_file: str | None = None
     max_receive_bytes: int = 100 * MIB
     max_request_bytes: int = 32 * MIB
+    served_model_name: list[str] = msgspec.field(default_factory=list)
+    model_path: str | None = None
     logprobs_mode: LogprobsMode = "unknown"
     vocab_size: int | None = None
     max_logprobs: int = 20
@@ -81,24 +85,6 @@ class GrpcSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise InvalidRequest(
                 f"token_file would send a secret to {self.endpoint} in the clear; turn tls on", param="token_file"
             )
-
-
-def settings_from_options(options: dict[str, Any]) -> GrpcSettings:
-    """Settings from text options (`name=value`), as the command line gives them; lists are separated by spaces.
-
-    Raises:
-        InvalidRequest: an unknown option, or a value that does not fit.
-    """
-    values: dict[str, Any] = dict(options)
-    hosts = values.get("media_hosts")
-    if isinstance(hosts, str):
-        values["media_hosts"] = tuple(hosts.split())
-    try:
-        settings = msgspec.convert(values, GrpcSettings, strict=False)
-    except msgspec.ValidationError as error:
-        raise InvalidRequest(f"the vLLM gRPC engine's options: {error}", param="engine_option") from None
-    settings.check()
-    return settings
 
 
 def check_endpoint(endpoint: str) -> None:

@@ -10,13 +10,13 @@ class SpanTracker:
         version: the version that is in place when the call is sent.
         exact: whether tokens are counted as they come (the streaming call). A unary call is not counted, and a change
             during its life leaves the boundary unknown.
-        born_paused: the engine was paused when the call was sent, so nothing is made before it resumes.
+        born_paused: the engine was paused when the call was sent, so nothing is made before it resumes (`idle`).
     """
 
     def __init__(self, version: str, *, exact: bool, born_paused: bool = False) -> None:
         self.tokens = 0
         self.exact = exact
-        self._idle = born_paused
+        self.idle = born_paused
         self._spans: list[PolicySpan] = [(version, 0)]
 
     def __repr__(self) -> str:
@@ -24,8 +24,8 @@ class SpanTracker:
 
     def resumed(self, version: str) -> None:
         """The engine resumes with `version`, and every token made before the pause has been counted."""
-        self._change(version, known=self.exact or self._idle)
-        self._idle = False
+        self._change(version, known=self.exact or self.idle)
+        self.idle = False
 
     def relabelled(self, version: str) -> None:
         """The version changed while tokens are being made: where, nobody can say."""

@@ -2,6 +2,7 @@
 
 import asyncio
 import time
+from typing import Final
 
 import aiohttp
 import grpc
@@ -21,12 +22,12 @@ from rollplane.errors import EngineDied, InvalidRequest
 from rollplane.protocol.arrays import INT32_MAX
 from rollplane.protocol.info import Capabilities, EngineInfo, LoraCapability
 
-HEALTH_CHECK: str = "/grpc.health.v1.Health/Check"
-MAX_STOP_TOKEN_IDS = 128
-MAX_ALLOWED_TOKEN_IDS = 1024
-MAX_LOGIT_BIAS = 1024
-_PROBE_S = 2.0
-_PAUSE_S = 0.2
+HEALTH_CHECK: Final = "/grpc.health.v1.Health/Check"
+MAX_STOP_TOKEN_IDS: Final = 128
+MAX_ALLOWED_TOKEN_IDS: Final = 1024
+MAX_LOGIT_BIAS: Final = 1024
+_PROBE_S: Final = 2.0
+_PAUSE_S: Final = 0.2
 
 
 async def wait_until_healthy(pool: ChannelPool, *, timeout_s: float) -> None:
@@ -79,7 +80,7 @@ async def read_info(control: ControlCalls, settings: GrpcSettings) -> EngineInfo
         raise InvalidRequest(f"the server speaks API version {server.api_version!r}, not 'vllm'", param="endpoint")
     if not model.supports_token_ids_input:
         raise InvalidRequest(f"the server's model {model.model_id!r} takes no token ids", param="endpoint")
-    facts = await asyncio.to_thread(read_model_facts, model.model_id)
+    facts = await asyncio.to_thread(read_model_facts, settings.model_path or model.model_id)
     check_server_defaults(facts, settings)
     world_size = await find_world_size(server.parallelism, settings)
     return engine_info(server, model, facts=facts, settings=settings, world_size=world_size)
@@ -107,13 +108,14 @@ def engine_info(
     if model.supports_lora and server.max_loras > 0:
         lora = LoraCapability(max=server.max_loras, rank=settings.max_lora_rank)
     transfer = server.rl_capabilities
-    name = model.served_model_name or model.model_id
+    theirs = model.served_model_name or model.model_id
+    name = settings.served_model_name[0] if settings.served_model_name else theirs
     vocab = settings.vocab_size or (facts.vocab_size if facts is not None else None)
     return EngineInfo(
-        engine="grpc",
+        engine="vllm-grpc",
         engine_version=server.engine_version,
         model=name,
-        aliases=sorted({*model.served_model_aliases, model.model_id} - {name, ""}),
+        aliases=sorted({*settings.served_model_name, theirs, *model.served_model_aliases, model.model_id} - {name, ""}),
         max_model_len=server.max_model_len,
         vocab_bound=vocab or INT32_MAX,  # unknown here: the server checks
         max_num_seqs=server.max_running_requests or 256,

@@ -50,7 +50,9 @@ def error_from_rpc(error: grpc.RpcError, *, what: str) -> RollplaneError:
         case grpc.StatusCode.UNAVAILABLE:
             return EngineDied(message)
         case grpc.StatusCode.CANCELLED:
-            return TransportError(message)
+            # vllm-rs ends a call past its deadline so when its own timer is first.
+            late = "timeout expired" in details.lower()
+            return DeadlineExceeded(message) if late else TransportError(message)
     return EngineFailed(f"{message} ({code.name})")
 
 
