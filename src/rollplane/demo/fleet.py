@@ -18,7 +18,7 @@ from rollplane.errors import Unavailable
 class Fleet:
     """`rollplane serve` with the embedded engine, for the length of a `with` block.
 
-    Leaving the block, by whatever way, ends every process of the group: asked first, killed after `stop_timeout_s`.
+    Leaving the block, by whatever way, ends every process: asked to drain, told to end, at last killed.
 
     Args:
         model: checkpoint directory; its name is the first policy version.
@@ -28,7 +28,7 @@ class Fleet:
         max_model_len: tokens of the longest sequence.
         log: file for what the processes print.
         start_timeout_s: how long it may take to become ready.
-        stop_timeout_s: how long it may take to end.
+        stop_timeout_s: how long each of the first two may take.
 
     Raises:
         Unavailable: the fleet ended, or did not become ready in time; with the end of its log.
@@ -69,9 +69,11 @@ class Fleet:
             "--root": self.model.parent,
             "--port": 0,
             "--ready-file": ready,
+            "--drain-s": 2,
+            "--log-level": "warning",
         }
         words = [str(word) for option in options.items() for word in option]
-        return [sys.executable, "-m", "rollplane.cli.main", "serve", *words, "--stop-with-stdin"]
+        return [sys.executable, "-m", "rollplane.cli.main", "serve", *words]
 
     def __repr__(self) -> str:
         state = "stopped" if self._process is None else f"pid {self._process.pid}"
@@ -82,10 +84,9 @@ class Fleet:
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         with tempfile.TemporaryDirectory() as directory, self.log.open("wb") as log:
             ready = Path(directory) / "ready.json"
-            # Standard input is a pipe that this process holds: it ends with us even where we cannot say goodbye.
             self._process = subprocess.Popen(
                 self.command(ready),
-                stdin=subprocess.PIPE,
+                stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
                 env=environment,
@@ -124,17 +125,16 @@ class Fleet:
         process, self._process = self._process, None
         if process is None:
             return
-        _signal_group(process.pid, signal.SIGTERM)
         try:
-            process.wait(self.stop_timeout_s)
-        except subprocess.TimeoutExpired:
-            pass
+            for _ in range(2):  # asked once, `serve` drains; asked again, it kills what it started and ends
+                _signal_group(process.pid, signal.SIGTERM)
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    process.wait(self.stop_timeout_s)
+                    break
         finally:
-            # Also where the leader is gone: a worker that outlived it is still in the group.
+            # Also where the leader is gone. Workers have groups of their own; they end when `serve` does.
             _signal_group(process.pid, signal.SIGKILL)
             process.wait()
-            if process.stdin is not None:
-                process.stdin.close()
 
 
 def _signal_group(group: int, number: signal.Signals) -> None:

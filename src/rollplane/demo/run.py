@@ -3,7 +3,7 @@
 import asyncio
 import shutil
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -59,6 +59,7 @@ def run(options: Options, console: Console) -> dict[str, Any]:
         RollplaneError: options, files or fleet.
     """
     started = time.monotonic()
+    options = replace(options, out=options.out.resolve())  # the fleet's processes read the paths, too
     _prepare(options)
     torch.set_num_threads(1)  # the engines share these cores
     transformers.utils.logging.disable_progress_bar()
