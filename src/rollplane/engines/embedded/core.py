@@ -5,6 +5,7 @@ between them. Results leave as `Emission`s. The controls (`abort`, `pause`, `res
 between steps only.
 """
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -17,7 +18,7 @@ from rollplane.engines.embedded.model import CausalModel
 from rollplane.engines.embedded.prompt_logprobs import PromptLogprobsBuilder
 from rollplane.engines.embedded.results import Emission, read_ending, read_tokens
 from rollplane.engines.embedded.sampler import RowControls, draw, rank_of, support_of, truncate
-from rollplane.engines.embedded.scheduler import Chunk, Job, Scheduler
+from rollplane.engines.embedded.scheduler import Chunk, Job, Scheduler, group_by_length
 from rollplane.engines.embedded.sequence import Generation, LogitRules, Sequence, child_rng
 from rollplane.engines.embedded.slots import DecodeCache, PrefillCache, SlotTable
 from rollplane.engines.embedded.stops import StopMatcher
@@ -40,7 +41,7 @@ class CoreSettings:
     """
 
     max_slots: int = 32
-    chunk_tokens: int = 2048
+    chunk_tokens: int = 512
     max_adapters: int = 8
     max_adapter_rank: int = 64
 
@@ -246,10 +247,26 @@ class Core:
         self._sample(out.logits[:, -1], running, rows)
 
     def _prefill(self, chunks: list[Chunk]) -> None:
-        """Compute chunks of prompts, right-aligned; sequences whose prompt is complete get their first token."""
+        """Compute chunks of prompts; sequences whose prompt is complete get their first token."""
         for chunk in chunks:
             if chunk.job is not None and not chunk.start:
                 self._begin(chunk.job)
+        computed: dict[Chunk, Tensor] = {}
+        for alike in group_by_length(chunks):
+            computed.update(self._compute(alike))
+        joined: list[Sequence] = []
+        first_logits: list[Tensor] = []
+        for chunk in chunks:  # in the order of their slots, which joining relies on
+            if chunk.sequence is not None:
+                chunk.sequence.recompute(chunk.end, version=self.version)
+            if chunk.job is not None and self._advance(chunk.job, chunk, computed[chunk]):
+                joined += chunk.job.sequences
+                first_logits += [computed[chunk][-1]] * chunk.job.request.n
+        if joined:
+            self._sample(torch.stack(first_logits), joined, torch.tensor([s.slot for s in joined]))
+
+    def _compute(self, chunks: list[Chunk]) -> Iterator[tuple[Chunk, Tensor]]:
+        """One forward over right-aligned chunks; each with the logits [positions, V] that were kept of it."""
         tokens = max(c.end - c.start for c in chunks)
         starts = torch.tensor([c.start for c in chunks])
         ends = torch.tensor([c.end for c in chunks])
@@ -259,32 +276,21 @@ class Core:
         positions = positions.clamp(min=0)
         history = any(c.start for c in chunks)
         cache = PrefillCache(self.slots, slots=slots, valid=valid, positions=positions, history=history)
-        keys = torch.arange(cache.keys) if history else None
-        visible = _visible(positions, valid, keys)
-        every = any(c.job is not None and c.job.request.prompt_logprobs is not None for c in chunks)
+        visible = _visible(positions, valid, torch.arange(cache.keys) if history else None)
         with self.adapters.rows([c.adapter for c in chunks], tokens=tokens):
             out = self.model.forward(
                 self.slots.tokens[slots[:, None], positions],
                 positions=positions,
                 visible=visible,
                 cache=cache,
-                every_position=every,
+                every_position=any(c.job is not None and c.job.request.prompt_logprobs is not None for c in chunks),
             )
-        joined: list[Sequence] = []
-        first_logits: list[Tensor] = []
         for row, chunk in enumerate(chunks):
-            if chunk.sequence is not None:
-                chunk.sequence.recompute(chunk.end, version=self.version)
-            if chunk.job is not None:
-                size = chunk.end - chunk.start
-                if out.routes is not None:
-                    self.slots.routes[chunk.slot, chunk.start : chunk.end] = out.routes[row, -size:].to(torch.int16)
-                self._advance(chunk.job, chunk, out.logits[row, -size:])
-                if chunk.end == len(chunk.job.request.prompt):
-                    joined += chunk.job.sequences
-                    first_logits += [out.logits[row, -1]] * chunk.job.request.n
-        if joined:
-            self._sample(torch.stack(first_logits), joined, torch.tensor([s.slot for s in joined]))
+            size = chunk.end - chunk.start
+            # A recomputed sequence keeps the routes that were captured with its tokens.
+            if out.routes is not None and chunk.job is not None:
+                self.slots.routes[chunk.slot, chunk.start : chunk.end] = out.routes[row, -size:].to(torch.int16)
+            yield chunk, out.logits[row, -size:]
 
     def _begin(self, job: Job) -> None:
         """Put a job's prompt into its slot."""
@@ -292,18 +298,19 @@ class Core:
         self.slots.reserve(slots=job.slot + job.request.n, tokens=len(prompt) + 1)
         self.slots.begin(job.slot, torch.from_numpy(prompt.astype("int64")))
 
-    def _advance(self, job: Job, chunk: Chunk, logits: Tensor) -> None:
-        """Count a computed chunk of a job's prompt; a complete one shares its slot with its siblings and runs."""
+    def _advance(self, job: Job, chunk: Chunk, logits: Tensor) -> bool:
+        """Count a computed chunk of a job's prompt; a complete one (True) is shared by its n sequences, which run."""
         if builder := job.sequences[0].prompt_logprobs:
             builder.add(logits, chunk.start)
         job.computed = chunk.end
         if chunk.end < len(job.request.prompt):
-            return
+            return False
         self.scheduler.join(job)
         for sequence in job.sequences:
             sequence.computed = chunk.end
             if sequence.slot != job.slot:
                 self.slots.move(job.slot, sequence.slot)
+        return True
 
     def _sample(self, logits: Tensor, rows: list[Sequence], slots: Tensor) -> None:
         """Draw one token per row of logits [R, V] and write it, and what was asked about it, at the slots' ends."""

@@ -30,7 +30,7 @@ class Job:
     computed: int = 0
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Chunk:
     """Token positions [start, end) to compute in `slot`: of a job's prompt, or again for a running sequence."""
 
@@ -166,3 +166,18 @@ class Scheduler:
             # Complete after this step: the next prompt goes behind its n slots.
             self.partial = None
             slot += job.request.n
+
+
+def group_by_length(chunks: list[Chunk]) -> list[list[Chunk]]:
+    """Chunks that share a forward: longest first, and in no group is one shorter than half of the longest.
+
+    Chunks are padded to their group's longest, so that at most half of a forward is padding.
+    """
+    groups: list[list[Chunk]] = []
+    for chunk in sorted(chunks, key=lambda c: c.start - c.end):
+        size = chunk.end - chunk.start
+        if groups and 2 * size >= groups[-1][0].end - groups[-1][0].start:
+            groups[-1].append(chunk)
+        else:
+            groups.append([chunk])
+    return groups

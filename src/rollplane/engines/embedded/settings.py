@@ -30,7 +30,7 @@ class EmbeddedSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     max_model_len: int | None = None
     max_num_seqs: int = 32
     policy_version: str | None = None
-    chunk_tokens: int = 2048
+    chunk_tokens: int = 512
     max_logprobs: int = 64
     max_loras: int = 8
     max_lora_rank: int = 64

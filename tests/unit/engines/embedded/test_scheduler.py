@@ -1,7 +1,7 @@
 import random
 from collections.abc import Callable
 
-from rollplane.engines.embedded.scheduler import Job, Scheduler
+from rollplane.engines.embedded.scheduler import Chunk, Job, Scheduler, group_by_length
 from rollplane.engines.embedded.sequence import Generation, Sequence
 
 Ask = Callable[..., Generation]
@@ -103,3 +103,9 @@ def test_waiting_requests_are_taken_out_by_id(ask: Ask) -> None:
     assert len(s.remove_waiting("a")) == 2
     assert s.waiting == 1
     assert [j.request.request_id for j in s.remove_waiting(None)] == ["b"]
+
+
+def test_at_most_half_of_a_forward_is_padding() -> None:
+    chunks = [Chunk(slot, 0, size, None) for slot, size in enumerate([3, 100, 7, 50, 4, 49, 1])]
+    sizes = [[c.end for c in group] for group in group_by_length(chunks)]
+    assert sizes == [[100, 50], [49], [7, 4], [3], [1]]
