@@ -1,0 +1,157 @@
+"""Workers of a fleet without sockets: a real `Worker` over the mock engine, and the state that it would tell."""
+
+import asyncio
+from collections.abc import Callable
+
+from rollplane.engines.mock.engine import MockEngine
+from rollplane.engines.mock.settings import MockSettings
+from rollplane.errors import TransportError
+from rollplane.protocol.admin import (
+    AdapterRecord,
+    FlushReport,
+    PauseMode,
+    PauseReport,
+    ResumeReport,
+    StagedWeights,
+    UpdateReport,
+    WorkerRecord,
+)
+from rollplane.protocol.state import WorkerState
+from rollplane.rl.base import Operation
+from rollplane.worker import Worker, WorkerSettings
+
+
+class LocalWorker:
+    """A `FleetWorker`; `cut` makes it unreachable, `mend` reachable again, `restart` gives it a new engine."""
+
+    def __init__(self, url: str, settings: MockSettings | None = None) -> None:
+        self.url = url
+        self.settings = settings or MockSettings()
+        self.mock = MockEngine(self.settings)
+        self.worker = Worker(self.mock, settings=WorkerSettings(name=url, system_url=url))
+        self.state: WorkerState | None = None
+        self.reachable = False
+        self.dropped: list[str] = []
+        self.operations: list[tuple[str, Operation | None]] = []
+        self.gates: dict[str, asyncio.Event] = {}
+        self._listeners: list[Callable[[], None]] = []
+
+    def __repr__(self) -> str:
+        return f"<LocalWorker {self.url}>"
+
+    @property
+    def engine(self) -> Worker:
+        return self.worker
+
+    async def start(self) -> None:
+        await self.worker.start()
+        await self.refresh()
+
+    async def restart(self) -> None:
+        await self.worker.close()
+        self.mock = MockEngine(self.settings)
+        self.worker = Worker(self.mock, settings=WorkerSettings(name=self.url, system_url=self.url))
+        await self.start()
+
+    def cut(self) -> None:
+        self.reachable = False
+        self._tell()
+
+    async def mend(self) -> None:
+        self.reachable = True
+        await self.refresh()
+
+    def follow(self, listener: Callable[[], None]) -> None:
+        self._listeners.append(listener)
+        if self.state is not None:
+            listener()
+
+    def drop_requests(self, reason: str) -> int:
+        self.dropped.append(reason)
+        return self.worker.live_requests
+
+    async def refresh(self) -> WorkerState:
+        if not self.reachable and self.state is not None:
+            raise TransportError(f"{self.url} is cut off")
+        record = self.worker.record()
+        self.reachable = True
+        self.state = WorkerState(
+            worker=self.url,
+            instance=self.worker.instance_id,
+            info=self.worker.info,
+            health=await self.worker.health(),
+            policy_version=self.worker.version,
+            policy_digest=record.policy_digest,
+            epoch=self.worker.epoch,
+            paused=self.worker.state in ("paused", "pausing"),
+            adapters=record.adapters,
+            routes=record.routes,
+        )
+        self._tell()
+        return self.state
+
+    async def close(self) -> None:
+        await self.worker.close()
+
+    async def stage_weights(self, path: str, *, operation: Operation) -> StagedWeights:
+        await self._call("stage", operation)
+        return await self.worker.stage_weights(path, operation=operation)
+
+    async def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = False) -> PauseReport:
+        await self._call("pause", None)
+        return await self.worker.pause(mode, clear_cache=clear_cache)
+
+    async def resume(self) -> ResumeReport:
+        await self._call("resume", None)
+        return await self.worker.resume()
+
+    async def update_from_disk(
+        self,
+        path: str,
+        *,
+        version: str | None = None,
+        mode: PauseMode = "keep",
+        clear_cache: bool = False,
+        expected_digest: str | None = None,
+        operation: Operation | None = None,
+    ) -> UpdateReport:
+        await self._call("update", operation)
+        return await self.worker.update_from_disk(
+            path,
+            version=version,
+            mode=mode,
+            clear_cache=clear_cache,
+            expected_digest=expected_digest,
+            operation=operation,
+        )
+
+    async def set_policy_version(self, version: str) -> None:
+        await self._call("set_version", None)
+        await self.worker.set_policy_version(version)
+
+    async def flush_cache(self, *, preempt: bool = False) -> FlushReport:
+        return await self.worker.flush_cache(preempt=preempt)
+
+    async def workers(self) -> list[WorkerRecord]:
+        if not self.reachable:
+            raise TransportError(f"{self.url} is cut off")
+        return await self.worker.workers()
+
+    async def load_adapter(self, name: str, path: str, *, operation: Operation | None = None) -> AdapterRecord:
+        await self._call("load", operation)
+        return await self.worker.load_adapter(name, path, operation=operation)
+
+    async def unload_adapter(self, name: str, *, operation: Operation | None = None) -> AdapterRecord:
+        return await self.worker.unload_adapter(name, operation=operation)
+
+    async def _call(self, name: str, operation: Operation | None) -> None:
+        if not self.reachable:
+            raise TransportError(f"{self.url} is cut off")
+        self.operations.append((name, operation))
+        gate = self.gates.get(name)
+        if gate is not None:
+            await gate.wait()
+
+    def _tell(self) -> None:
+        for listener in self._listeners:
+            listener()

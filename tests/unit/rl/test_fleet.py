@@ -1,0 +1,241 @@
+"""The fleet over real workers in this process: order of steps, deadlines, epochs, membership."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from pathlib import Path
+
+import pytest
+from tests.unit.rl.local_workers import LocalWorker
+from tests.waiting import until
+
+from rollplane.engines.mock.settings import Fault, MockSettings
+from rollplane.errors import Conflict, DeadlineExceeded, EngineFailed, NotFound, Unavailable
+from rollplane.rl.base import Operation, PolicyAdmin
+from rollplane.rl.fleet import Fleet, FleetSettings
+from rollplane.rl.members import TRANSITIONS, Member
+
+
+def weights(root: Path, name: str) -> str:
+    path = root / name
+    path.mkdir()
+    (path / "mock_weights.json").write_text(f'{{"weights": "{name}"}}')
+    return str(path)
+
+
+@asynccontextmanager
+async def fleet_of(
+    *settings: MockSettings, fleet_settings: FleetSettings | None = None
+) -> AsyncIterator[tuple[Fleet, list[LocalWorker]]]:
+    fleet = Fleet(settings=fleet_settings, epoch=7)
+    workers = [LocalWorker(f"http://w{i}", one) for i, one in enumerate(settings)]
+    for worker in workers:
+        await worker.start()
+        fleet.add(worker)
+    try:
+        yield fleet, workers
+    finally:
+        await fleet.close()
+
+
+def test_a_fleet_is_a_policy_admin() -> None:
+    assert isinstance(Fleet(), PolicyAdmin)
+
+
+def test_nothing_leaves_gone_and_fenced_never_becomes_current_by_itself() -> None:
+    assert TRANSITIONS["gone"] == frozenset()
+    assert "current" not in TRANSITIONS["fenced"]
+    assert set(TRANSITIONS) == set().union(*TRANSITIONS.values())
+
+
+async def test_the_line_of_a_fleet_says_where_it_stands() -> None:
+    async with fleet_of(MockSettings(), MockSettings()) as (fleet, workers):
+        assert repr(fleet) == "<Fleet initial epoch=7: 2 current>"
+        assert repr(fleet.members[0]) == "<Member http://w0 current initial>"
+        workers[0].cut()
+        assert repr(fleet.members[0]) == "<Member http://w0 current unreachable initial>"
+        assert [member.routable for member in fleet.members] == [False, True]
+        await workers[0].mend()
+        assert fleet.members[0].routable
+        await fleet.pause()
+        assert repr(fleet) == "<Fleet initial epoch=7: 2 current, held for pause>"
+
+
+async def test_an_update_stages_on_all_before_it_pauses_any_and_applies_when_all_are_paused(tmp_path: Path) -> None:
+    async with fleet_of(*[MockSettings()] * 3) as (fleet, workers):
+        for worker in workers:
+            worker.gates["stage"] = asyncio.Event()
+            worker.gates["pause"] = asyncio.Event()
+        update = asyncio.create_task(fleet.update_from_disk(weights(tmp_path, "v1")))
+        await until(lambda: all(worker.operations for worker in workers))
+        for worker in workers[:2]:
+            worker.gates["stage"].set()
+        await asyncio.sleep(0)
+        assert all(name == "stage" for worker in workers for name, _ in worker.operations)
+        assert fleet.held_for is None
+        workers[2].gates["stage"].set()
+        await until(lambda: all(worker.operations[-1][0] == "pause" for worker in workers))
+        assert fleet.held_for == "policy update"
+        workers[0].gates["pause"].set()
+        workers[1].gates["pause"].set()
+        await asyncio.sleep(0)
+        assert not any(name == "update" for worker in workers for name, _ in worker.operations)
+        workers[2].gates["pause"].set()
+        report = await update
+        assert report.policy_version == "v1"
+        assert fleet.held_for is None
+        assert [worker.worker.state for worker in workers] == ["ready"] * 3
+        assert fleet.sequence is not None
+        assert fleet.sequence.number("v1") == 1
+
+
+async def test_every_command_carries_the_fleets_epoch_and_an_older_one_is_refused(tmp_path: Path) -> None:
+    async with fleet_of(MockSettings()) as (fleet, (worker,)):
+        await fleet.update_from_disk(weights(tmp_path, "v1"), operation=Operation(id="op"))
+        named = [operation for _, operation in worker.operations if operation is not None]
+        assert {operation.epoch for operation in named} == {7}
+        assert worker.worker.epoch == 7
+        with pytest.raises(Conflict, match="epoch 6"):
+            await fleet.update_from_disk(weights(tmp_path, "v2"), operation=Operation(id="old", epoch=6))
+        # A fleet that took over with a newer epoch: the old owner's commands are refused by the worker.
+        worker.worker.epoch = 8
+        with pytest.raises(Conflict, match="nothing changed"):
+            await fleet.update_from_disk(str(tmp_path / "v1"), version="v3")
+
+
+async def test_two_askings_of_one_operation_are_one_update(tmp_path: Path) -> None:
+    """A62."""
+    path = weights(tmp_path, "v1")
+    async with fleet_of(MockSettings(), MockSettings()) as (fleet, workers):
+        one, two = await asyncio.gather(
+            fleet.update_from_disk(path, operation=Operation(id="op")),
+            fleet.update_from_disk(path, operation=Operation(id="op")),
+        )
+        assert one == two
+        assert [worker.mock.calls("apply_weights") for worker in workers] == [1, 1]
+        assert fleet.operation("op") == {"0": "done"}
+        with pytest.raises(NotFound):
+            fleet.operation("other")
+
+
+async def test_a_failed_operation_says_why_when_it_is_asked_about(tmp_path: Path) -> None:
+    """A61."""
+    async with fleet_of(MockSettings()) as (fleet, _):
+        with pytest.raises(NotFound):
+            await fleet.update_from_disk(str(tmp_path / "absent"), operation=Operation(id="op"))
+        assert "nothing changed" in fleet.operation("op")["0"]
+
+
+async def test_a_deadline_in_the_middle_leaves_no_worker_of_unknown_version_in_service(tmp_path: Path) -> None:
+    async with fleet_of(MockSettings(), MockSettings()) as (fleet, workers):
+        workers[1].gates["update"] = asyncio.Event()
+        with pytest.raises(DeadlineExceeded):
+            await fleet.update_from_disk(
+                weights(tmp_path, "v1"), operation=Operation(id="op", deadline_s=0.05), on_failure="fence"
+            )
+        assert workers[0].worker.version == "v1"
+        assert [member.state for member in fleet.members] == ["fenced", "current"]
+        assert [worker.worker.state for worker in workers] == ["paused", "ready"]
+        assert await fleet.policy_version() == "initial"
+        assert workers[0].dropped
+        # Asked for again, it is finished.
+        workers[1].gates["update"].set()
+        await fleet.update_from_disk(str(tmp_path / "v1"), operation=Operation(id="op"), on_failure="fence")
+        assert [member.state for member in fleet.members] == ["current", "current"]
+        assert [worker.worker.state for worker in workers] == ["ready", "ready"]
+        assert await fleet.policy_version() == "v1"
+
+
+async def test_a_worker_that_is_cut_off_during_an_update_is_fenced_and_the_rest_go_on(tmp_path: Path) -> None:
+    """A59."""
+    async with fleet_of(*[MockSettings()] * 3) as (fleet, workers):
+        workers[1].gates["update"] = asyncio.Event()
+        update = asyncio.create_task(fleet.update_from_disk(weights(tmp_path, "v1"), on_failure="fence"))
+        await until(lambda: workers[1].operations and workers[1].operations[-1][0] == "update")
+        workers[1].cut()
+        workers[1].gates["update"].set()
+        assert (await update).policy_version == "v1"
+        assert [member.state for member in fleet.members] == ["current", "fenced", "current"]
+        assert [member.routable for member in fleet.members] == [True, False, True]
+
+
+async def test_a_fenced_worker_that_restarts_is_brought_up_to_date(tmp_path: Path) -> None:
+    failing = MockSettings(faults=(Fault(kind="fail", operation="apply_weights"),))
+    async with fleet_of(MockSettings(), failing) as (fleet, workers):
+        await fleet.update_from_disk(weights(tmp_path, "v1"), on_failure="fence")
+        assert fleet.members[1].state == "fenced"
+        workers[1].settings = MockSettings()
+        async with asyncio.timeout(10):
+            await workers[1].restart()
+            while not fleet.members[1].routable:
+                await fleet.changed.wait()
+        assert workers[1].worker.version == "v1"
+
+
+async def test_a_worker_of_another_model_is_refused_by_name() -> None:
+    async with fleet_of(MockSettings(), MockSettings(max_model_len=128)) as (fleet, _):
+        member = fleet.members[1]
+        assert member.state == "fenced"
+        assert member.reason == "it does not belong to this fleet: its max_model_len is 128, the fleet's 4096"
+        assert fleet.info.max_model_len == 4096
+
+
+async def test_a_pause_that_one_worker_refuses_pauses_none() -> None:
+    failing = MockSettings(faults=(Fault(kind="fail", operation="pause"),))
+    async with fleet_of(MockSettings(), failing) as (fleet, workers):
+        with pytest.raises(EngineFailed, match="http://w1"):
+            await fleet.pause()
+        assert [worker.worker.state for worker in workers] == ["ready", "ready"]
+        assert not fleet.paused
+
+
+async def test_a_label_moves_no_weights_and_joins_the_order_of_versions() -> None:
+    async with fleet_of(MockSettings(), MockSettings()) as (fleet, workers):
+        await fleet.set_policy_version("step-1")
+        assert await fleet.policy_version() == "step-1"
+        assert [worker.mock.calls("apply_weights") for worker in workers] == [0, 0]
+        assert fleet.sequence is not None
+        assert fleet.sequence.at_least("step-1", "initial")
+
+
+async def test_a_fleet_without_workers_says_so(tmp_path: Path) -> None:
+    fleet = Fleet()
+    for call in (
+        fleet.pause(),
+        fleet.resume(),
+        fleet.policy_version(),
+        fleet.update_from_disk(weights(tmp_path, "v1")),
+    ):
+        with pytest.raises(Unavailable, match="there are no workers"):
+            await call
+    assert await fleet.workers() == []
+
+
+async def test_members_follow_the_list_of_addresses() -> None:
+    fleet = Fleet()
+    made: list[str] = []
+
+    def make(url: str) -> LocalWorker:
+        made.append(url)
+        return LocalWorker(url)
+
+    fleet.set_workers(["http://a", "http://b/"], make)
+    first = fleet.members
+    fleet.set_workers(["http://b", "http://c"], make)
+    assert made == ["http://a", "http://b", "http://c"]
+    assert [member.url for member in fleet.members] == ["http://b", "http://c"]
+    assert fleet.members[0] is first[1]
+    assert first[0].state == "gone"
+    with pytest.raises(Conflict, match="member already"):
+        fleet.add(LocalWorker("http://c"))
+    await fleet.close()
+
+
+async def test_records_show_why_a_worker_takes_no_requests() -> None:
+    async with fleet_of(MockSettings(), MockSettings()) as (fleet, workers):
+        workers[1].cut()
+        records = await fleet.workers()
+        assert records[0].error is None
+        assert records[1].error is not None
+        assert (records[1].model, records[1].world_size, records[1].state) == ("mock", 1, "failed")
+        assert Member(LocalWorker("http://new")).reason == "not reached yet"
