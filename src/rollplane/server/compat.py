@@ -155,10 +155,16 @@ async def update_weights(request: Request) -> Response:
     return json_response({"status": "ok", **plain(await audited(request, "update_weights", run()))})
 
 
+BROADCAST_MARKERS: Final = frozenset({"NCCL_READY", "STABLE"})
+
+
 def is_broadcast_marker(path: str) -> bool:
-    """Whether a directory only marks a broadcast (prime-rl's NCCL_READY) and holds no weights."""
-    directory = Path(path)
-    return (directory / "NCCL_READY").exists() and next(directory.glob("*.safetensors"), None) is None
+    """Whether a directory only marks a broadcast (prime-rl's NCCL_READY) and holds nothing else. Reads the file system."""
+    try:
+        names = {entry.name for entry in Path(path).iterdir()}
+    except OSError:
+        return False  # a frontend may not see its workers' directories; theirs is the check then
+    return "NCCL_READY" in names and names <= BROADCAST_MARKERS
 
 
 async def init_broadcaster(request: Request) -> Response:

@@ -1,0 +1,290 @@
+"""Administration over a real socket: one call under all its names, refusals that say why, nothing half done."""
+
+import asyncio
+import base64
+import json
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.e2e.server_support import Served, eventually, serving, write_keys
+
+from rollplane.client.admin import AdminClient
+from rollplane.engines.mock.directories import MOCK_WEIGHTS
+from rollplane.engines.mock.engine import MockEngine
+from rollplane.engines.mock.settings import MockSettings
+from rollplane.errors import Conflict, NotFound
+from rollplane.testing import ScriptedEngine
+from rollplane.worker import Worker
+
+KEY = {"Authorization": "Bearer admin-key"}
+
+
+def checkpoint(directory: Path, content: str) -> str:
+    directory.mkdir(parents=True)
+    (directory / MOCK_WEIGHTS).write_text(json.dumps({"content": content}))
+    return str(directory)
+
+
+def adapter(directory: Path, content: str) -> str:
+    directory.mkdir(parents=True)
+    header = json.dumps({"__metadata__": {"content": content}}).encode()
+    (directory / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4}')
+    (directory / "adapter_model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    return str(directory)
+
+
+@pytest.fixture
+async def worker() -> AsyncIterator[Served]:
+    async with serving(Worker(MockEngine())) as served:
+        yield served
+
+
+async def call(served: Served, path: str, body: Any = None, *, method: str = "POST", **options: Any) -> tuple[int, Any]:
+    async with served.session.request(method, served.url + path, json=body, **options) as answer:
+        return answer.status, await answer.json()
+
+
+async def test_our_client_drives_every_operation(worker: Served, tmp_path: Path) -> None:
+    v1 = checkpoint(tmp_path / "v1", "one")
+    a1 = adapter(tmp_path / "a1", "one")
+    async with AdminClient(worker.url) as admin:
+        assert (await admin.pause()).already_paused is False
+        assert (await admin.pause()).already_paused is True
+        assert (await admin.resume()).was_paused is True
+        assert (await admin.resume()).was_paused is False
+        staged = await admin.stage_weights(v1)
+        report = await admin.update_policy(v1, expected_digest=staged.digest, operation_id="op")
+        assert (report.policy_version, report.previous_version) == ("v1", "initial")
+        assert await admin.operation("op") == {"0": "done"}
+        assert await admin.policy_version() == "v1"
+        await admin.set_policy_version("label")
+        assert await admin.policy_version() == "label"
+        assert (await admin.flush_cache()).reset is True
+        loaded = await admin.load_adapter("a", a1)
+        assert [record.generation for record in await admin.adapters()] == [loaded.generation]
+        assert [card["id"] for card in (await call(worker, "/v1/models", method="GET"))[1]["data"]] == ["mock", "a"]
+        await admin.unload_adapter("a")
+        assert await admin.adapters() == []
+        (record,) = await admin.workers()
+        assert record.policy_version == "label"
+        with pytest.raises(NotFound):
+            await admin.operation("never")
+
+
+async def test_the_calls_of_prime_rl_in_their_order(worker: Served, tmp_path: Path) -> None:
+    """Health, models, then pause, update and resume per step; adapters under one name, new path each step."""
+    for path in ("/health", "/liveness", "/v1/models"):
+        assert (await call(worker, path, method="GET"))[0] == 200
+    assert (await call(worker, "/v1/models", method="GET"))[1]["data"][0]["max_model_len"] == 4096
+    for step in range(3):
+        weights = checkpoint(tmp_path / f"step_{step}", str(step))
+        (Path(weights) / "STABLE").touch()
+        (Path(weights) / "NCCL_READY").touch()
+        async with worker.session.post(worker.url + "/pause?mode=keep&clear_cache=false") as answer:
+            assert answer.status == 200
+        assert (await call(worker, "/is_paused", method="GET"))[1]["is_paused"] is True
+        status, report = await call(worker, "/update_weights", {"weight_dir": weights})
+        assert (status, report["policy_version"]) == (200, f"step_{step}")
+        async with worker.session.post(worker.url + "/resume") as answer:
+            assert answer.status == 200
+        path = adapter(tmp_path / f"lora_{step}", str(step))
+        status, record = await call(worker, "/load_lora_adapter", {"lora_name": "policy", "lora_path": path})
+        assert (status, record["lora_name"], record["generation"]) == (200, "policy", step + 1)
+    assert (await call(worker, "/weight_info", method="GET"))[1] == {"weight_version": "step_2"}
+    assert (await call(worker, "/get_world_size", method="GET", json={}))[1] == {"world_size": 1}
+    assert (await call(worker, "/v1/unload_lora_adapter", {"lora_name": "policy"}))[0] == 200
+
+
+async def test_an_update_that_is_asked_for_again_is_applied_once(worker: Served, tmp_path: Path) -> None:
+    weights = checkpoint(tmp_path / "step_1", "one")
+    reports = [await call(worker, "/update_weights", {"weight_dir": weights}) for _ in range(2)]
+
+    assert [status for status, _ in reports] == [200, 200]
+    assert [report["applied"] for _, report in reports] == [True, False]
+
+
+async def test_files_that_are_not_there_yet_are_a_404(worker: Served, tmp_path: Path) -> None:
+    """The statuses that prime-rl's client asks again after."""
+    missing = str(tmp_path / "not-yet")
+    for path, body in (
+        ("/load_lora_adapter", {"lora_name": "a", "lora_path": missing}),
+        ("/update_weights", {"weight_dir": missing}),
+        ("/engine/load_lora", {"lora_name": "a", "source": {"uri": missing}}),
+        ("/engine/update_weights_from_disk", {"model_path": missing}),
+    ):
+        status, answer = await call(worker, path, body)
+        assert status == 404, path
+        assert "does not exist (yet)" in answer["error"]["message"]
+
+
+async def test_broadcasts_are_refused_with_the_reason(worker: Served, tmp_path: Path) -> None:
+    marker = tmp_path / "step_1"
+    marker.mkdir()
+    (marker / "NCCL_READY").touch()
+    (marker / "STABLE").touch()
+    init = {"host": "h", "port": 29501, "rank_offset": 0, "inference_world_size": 1, "timeout": 1200}
+    for path, body in (
+        ("/init_broadcaster", init),
+        ("/update_weights", {"weight_dir": str(marker)}),
+        ("/update_weights", {"weight_dir": None}),
+        ("/update_weights", {"update_info": {"names": []}}),
+    ):
+        status, answer = await call(worker, path, body)
+        assert status == 400, path
+        assert "pickled metadata" in answer["error"]["message"]
+
+
+async def test_a_route_without_backing_is_a_404(worker: Served) -> None:
+    for path in ("/sleep", "/wake_up", "/init_weight_transfer_engine", "/start_weight_update", "/collective_rpc"):
+        assert (await call(worker, path, {}))[0] == 404
+
+
+async def test_an_engine_without_administration_says_so() -> None:
+    async with serving(ScriptedEngine()) as served:
+        for path in ("/engine/pause_generation", "/resume", "/engine/get_weight_version"):
+            status, answer = await call(served, path, {})
+            assert status == 404
+            assert "without administration" in answer["error"]["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "says"),
+    [
+        ("/engine/pause_generation", {"mode": "sometimes"}, "mode"),
+        ("/engine/pause_generation", {"clear_cache": "no"}, "clear_cache"),
+        ("/engine/pause_generation", {"moode": "keep"}, "moode"),
+        ("/engine/update_weights_from_disk", {}, "model_path"),
+        ("/engine/update_weights_from_disk", {"model_path": 3}, "model_path"),
+        ("/engine/set_weight_version", {"weight_version": ""}, "weight_version"),
+        ("/engine/load_lora", {"lora_name": "a", "source": {"uri": "/x", "key": 1}}, "key"),
+        ("/engine/abort_request", {}, "request_id"),
+        ("/pause?mode=never", None, "mode"),
+        ("/pause?clear_cache=maybe", None, "clear_cache"),
+    ],
+)
+async def test_a_bad_body_names_the_field_and_says_error_twice(worker: Served, path: str, body: Any, says: str) -> None:
+    status, answer = await call(worker, path, body)
+
+    assert status == 400
+    assert says in answer["error"]["message"]
+    if path.startswith("/engine/"):
+        assert answer["status"] == "error"
+
+
+async def test_bodies_that_run_code_elsewhere_are_only_refused_here(worker: Served, tmp_path: Path) -> None:
+    """No decoder of ours runs code: pickles, in any dress, are bad requests and touch nothing."""
+    touched = tmp_path / "touched"
+    evil = f"cposix\nsystem\n(S'touch {touched}'\ntR.".encode()
+    for path in ("/update_weights", "/engine/update_weights_from_disk", "/init_broadcaster", "/engine/load_lora"):
+        for data, kind in (
+            (evil, "application/json"),
+            (evil, "application/octet-stream"),
+            (json.dumps({"update_info": {"pickled": base64.b64encode(evil).decode()}}).encode(), "application/json"),
+        ):
+            headers = {"Content-Type": kind}
+            async with worker.session.post(worker.url + path, data=data, headers=headers) as answer:
+                assert 400 <= answer.status < 500
+    assert not touched.exists()
+
+
+async def test_a_reset_that_could_not_reset_is_a_409() -> None:
+    """Running requests hold their blocks; with preempt they give them up."""
+    engine = MockEngine(MockSettings(step_s=0.002))
+    async with serving(Worker(engine)) as served:
+        sampling = {"max_tokens": 4000, "ignore_eos": True}
+        body = {"token_ids": list(range(64)), "sampling_params": sampling}
+        asked = asyncio.create_task(served.generate(body))
+
+        async def running() -> bool:
+            return (await engine.health()).running == 1
+
+        await eventually(running)
+        for path in ("/engine/flush_cache", "/reset_prefix_cache"):
+            status, answer = await call(served, path, {})
+            assert status == 409
+            assert answer["error"]["details"]["reset"] is False
+        async with AdminClient(served.url) as admin:
+            with pytest.raises(Conflict, match="not reset"):
+                await admin.flush_cache()
+            assert (await admin.flush_cache(preempt=True)).reset is True
+        async with served.session.post(served.url + "/reset_prefix_cache?reset_running_requests=true") as answer:
+            assert (answer.status, (await answer.json())["success"]) == (200, True)
+        asked.cancel()
+        await asyncio.gather(asked, return_exceptions=True)
+
+
+async def test_paths_stay_inside_the_roots(tmp_path: Path) -> None:
+    inside = tmp_path / "roots"
+    good = checkpoint(inside / "v1", "one")
+    outside = checkpoint(tmp_path / "elsewhere", "two")
+    (inside / "link-out").symlink_to(outside)
+    (inside / "link-in").symlink_to(good)
+    holds_link = Path(checkpoint(inside / "v2", "three"))
+    (holds_link / "model.safetensors").symlink_to(Path(outside) / MOCK_WEIGHTS)
+    keys = write_keys(tmp_path, data=["data-key"], admin=["admin-key"])
+    async with serving(Worker(MockEngine()), keys=keys, root=[str(inside)]) as served:
+        for path, status in (
+            (good, 200),
+            (str(inside / "link-in"), 200),
+            (f"file://{good}", 200),
+            (str(inside / "not-yet"), 404),
+            (outside, 403),
+            (str(inside / "link-out"), 403),
+            (str(holds_link), 403),
+            (f"{inside}/../elsewhere", 403),
+            ("../../etc", 403),
+            ("/proc/self/root/x", 403),
+            ("//host/x", 403),
+            ("someorg/some-repo", 403),
+            ("https://host/x", 403),
+            ("hf://someorg/some-repo", 403),
+            ("/etc\u0000", 400),
+            ("", 400),
+        ):
+            for route, body in (
+                ("/engine/update_weights_from_disk", {"model_path": path}),
+                ("/update_weights", {"weight_dir": path}),
+                ("/v1/rl/policy", {"model_path": path}),
+                ("/engine/stage_weights", {"model_path": path}),
+            ):
+                found, answer = await call(served, route, body, headers=KEY)
+                assert found == status, (route, path, answer)
+            if status != 200:
+                for route, body in (
+                    ("/load_lora_adapter", {"lora_name": "a", "lora_path": path}),
+                    ("/v1/load_lora_adapter", {"lora_name": "a", "lora_path": path}),
+                    ("/engine/load_lora", {"lora_name": "a", "source": {"uri": path}}),
+                ):
+                    assert (await call(served, route, body, headers=KEY))[0] == status, (route, path)
+
+
+async def test_with_keys_and_no_roots_no_path_is_allowed(tmp_path: Path) -> None:
+    weights = checkpoint(tmp_path / "v1", "one")
+    keys = write_keys(tmp_path, admin=["admin-key"])
+    async with serving(Worker(MockEngine()), keys=keys) as served:
+        status, answer = await call(served, "/update_weights", {"weight_dir": weights}, headers=KEY)
+
+    assert status == 403
+    assert "server.root" in answer["error"]["message"]
+
+
+async def test_an_admin_call_is_audited(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    keys = write_keys(tmp_path, admin=["admin-key"])
+    async with serving(Worker(MockEngine()), keys=keys) as served:
+        await call(served, "/engine/pause_generation", {}, headers=KEY)
+        await call(served, "/engine/set_weight_version", {"weight_version": ""}, headers=KEY)
+        assert await served_metric(served, 'rollplane_admin_calls_total{call="pause_generation",result="ok"}') == 1
+
+    lines = [line for line in capsys.readouterr().out.splitlines() if "admin_call" in line]
+    assert "call=pause_generation" in lines[0]
+    assert "caller=admin:" in lines[0]
+    assert "admin-key" not in "".join(lines)
+    assert "result=invalid_request" in lines[1]
+
+
+async def served_metric(served: Served, name: str) -> float:
+    async with served.get("/metrics", headers=KEY) as answer:
+        text = await answer.text()
+    return sum(float(line.rsplit(" ", 1)[1]) for line in text.splitlines() if line.startswith(name))
