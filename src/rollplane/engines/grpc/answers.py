@@ -162,8 +162,7 @@ class AnswerReader:
             if length != count:
                 self._breach(f"{length} prompt {name} for {count} prompt tokens")
         values, ranks = float32s(info.logprobs)[1:], int32s(info.ranks)[1:]
-        if not np.isfinite(values).all():
-            self.floored += floor(values)
+        self.floored += floor(values)
         if not self._request.sampling.get("prompt_logprobs"):
             offsets = np.arange(-1, count, dtype=np.int32)
             offsets[0] = 0
@@ -233,7 +232,7 @@ def float32s(field: Any) -> Float32Array:
 
 
 def floor(values: Float32Array) -> int:
-    """Put the floor where a value is not finite, in place; how many there were."""
-    bad = ~np.isfinite(values)
+    """Put the floor where a value is not finite or below it, in place; how many stand at it (vLLM floors some itself)."""
+    bad = ~(values > LOGPROB_FLOOR) | (values == np.inf)
     values[bad] = LOGPROB_FLOOR
     return int(np.count_nonzero(bad))

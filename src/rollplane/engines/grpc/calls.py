@@ -48,6 +48,7 @@ class LiveCalls:
         self.streams = request.stream or bool(request.options.exact_spans)
         self.trackers = [SpanTracker(version, exact=self.streams, born_paused=born_paused) for _ in wires]
         self.done = asyncio.Event()
+        self.aborted = False
         self._wires = wires
         self._readers = [AnswerReader(request, index=i) for i in range(len(wires))]
         self._pool = pool

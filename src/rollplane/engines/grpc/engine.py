@@ -178,9 +178,11 @@ class GrpcEngine:
 
     async def abort(self, request_id: str) -> int:
         """See `Engine.abort`. Repeated until the request ends: the server forgets an abort that comes before its request."""
-        found = list(self._live.get(request_id, ()))
+        found = [calls for calls in self._live.get(request_id, ()) if not calls.aborted]
         if not found:
             return 0
+        for calls in found:
+            calls.aborted = True
         await self.control.abort([name for calls in found for name in calls.ids])
         for calls in found:
             task = asyncio.create_task(self._abort_again(calls), name=f"abort {request_id}")

@@ -342,9 +342,12 @@ async def _greedy(subject: Subject, *, adapter: str | None = None) -> GenerateRe
     return await within(answer(subject.engine, request), "an answer")
 
 
-async def _cached(subject: Subject, prompt: list[int], *, salt: str | None = None) -> int | None:
+async def _cached(subject: Subject, prompt: list[int], *, salt: str | None = None) -> int:
     request = make_request(prompt, max_tokens=1, temperature=0.0, fields={"cache_salt": salt})
-    return (await within(answer(subject.engine, request), "an answer")).usage.cached_tokens
+    count = (await within(answer(subject.engine, request), "an answer")).usage.cached_tokens
+    if count is None:
+        raise NotApplicable("its answers do not say how many tokens were cached")
+    return count
 
 
 CHECKS = (
