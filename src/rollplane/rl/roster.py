@@ -94,12 +94,10 @@ class Roster:
         Raises:
             Unavailable: no worker was reached yet.
         """
-        infos = [
-            m.worker.state.info for m in self._members.values() if m.worker.state is not None and m.state != "fenced"
-        ]
+        infos = [m.worker.state.info for m in self._members.values() if m.worker.state is not None and not m.foreign]
         if not infos:
             if self._merged is not None:
-                return self._merged[1]  # all are fenced or gone: what they were still describes the model
+                return self._merged[1]  # all are gone: what they were still describes the model
             raise Unavailable("no worker was reached yet")
         if self._merged is None or self._merged[0] != infos:
             self._merged = (infos, merge_infos(infos))

@@ -197,10 +197,10 @@ class Router:
 
     async def routed(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
         """Serve a request that owns its id: check, choose, send, move on."""
-        check_request(request, self.info)
         deadline_s = request.options.deadline_s
-        began = time.monotonic()
-        ends = None if deadline_s is None else began + deadline_s
+        ends = None if deadline_s is None else time.monotonic() + deadline_s
+        await self._until_known(ends)
+        check_request(request, self.info)
         placement = self._placed[request.request_id] = _Placement()
         attempt = request.attempt
         tried: list[RoutedWorker] = []
@@ -267,6 +267,25 @@ class Router:
         finally:
             if self._placed.get(request.request_id) is placement:  # a repeat may have taken the id meanwhile
                 del self._placed[request.request_id]
+
+    async def _until_known(self, ends: float | None) -> None:
+        """Wait for the first worker's facts, without which no request can be checked.
+
+        Raises:
+            Unavailable: none was reached in time.
+        """
+        limit = time.monotonic() + self.settings.hold_limit_s if ends is None else ends
+        while True:
+            changed = self.fleet.changed
+            try:
+                self.fleet.info  # noqa: B018 - asked for its error
+            except Unavailable:
+                left = limit - time.monotonic()
+                if left <= 0 or self._closing:
+                    raise
+                await _either(changed, timeout_s=min(left, RECHECK_S))
+            else:
+                return
 
     async def _choose(
         self, request: GenerateRequest, placement: _Placement, *, ends: float | None, avoid: list[RoutedWorker]
