@@ -1,0 +1,100 @@
+"""LoRA adapters in vLLM: loaded first, by an id of their own, and never by a request.
+
+A request whose adapter does not load ends vLLM's engine; the same failure of `add_lora` is only an error. An id is never
+used twice, because vLLM serves the old weights of an id whose path changed.
+"""
+
+import asyncio
+from pathlib import Path
+from typing import Any
+
+from rollplane.engines.vllm.checkpoints import Checkpoint, check_adapter_fits
+from rollplane.engines.vllm.versions import VllmApi
+from rollplane.errors import Conflict, EngineDied, InvalidRequest, NotFound
+from rollplane.protocol.info import LoraCapability
+from rollplane.rl.adapter_files import inspect_adapter
+
+
+class Adapters:
+    """The adapters one engine holds, by engine-side name."""
+
+    def __init__(self, engine: Any, api: VllmApi, capability: LoraCapability, loaded: Checkpoint | None) -> None:
+        self.engine = engine
+        self.api = api
+        self.capability = capability
+        self._loaded = loaded
+        self._requests: dict[str, Any] = {}
+        self._next_id = 1
+        self._lock = asyncio.Lock()
+
+    def __repr__(self) -> str:
+        return f"<Adapters {len(self._requests)}/{self.capability.max}: {', '.join(self._requests) or 'none'}>"
+
+    def names(self) -> list[str]:
+        """Engine-side names that are loaded."""
+        return list(self._requests)
+
+    def request(self, name: str) -> Any:
+        """vLLM's record of a loaded adapter.
+
+        Raises:
+            NotFound: it is not loaded.
+        """
+        if name not in self._requests:
+            raise NotFound(f"adapter {name!r} is not loaded in the engine", param="model")
+        return self._requests[name]
+
+    async def load(self, name: str, path: str) -> None:
+        """Load an adapter's files under a new id; see `AdapterHost.load_adapter`."""
+        files = await asyncio.to_thread(inspect_adapter, path, max_rank=self.capability.rank)
+        if self._loaded is not None:
+            check_adapter_fits(files.shapes, self._loaded)
+        async with self._lock:
+            if name in self._requests:
+                raise Conflict(f"adapter {name!r} is loaded already", param="lora_name")
+            if len(self._requests) >= self.capability.max:
+                raise Conflict(
+                    f"{len(self._requests)} adapters are loaded, the engine holds {self.capability.max}",
+                    param="lora_name",
+                )
+            number, self._next_id = self._next_id, self._next_id + 1
+            record = self.api.LoRARequest(lora_name=name, lora_int_id=number, lora_path=str(Path(path)))
+            await self._add(record)
+            self._requests[name] = record
+
+    async def unload(self, name: str) -> None:
+        """Drop an adapter; unknown names are no error."""
+        async with self._lock:
+            record = self._requests.pop(name, None)
+            if record is not None:
+                try:
+                    await self.engine.remove_lora(record.lora_int_id)
+                except self.api.DeadError as error:
+                    raise EngineDied("the vLLM engine is gone") from error
+
+    async def load_again(self) -> list[str]:
+        """Put every adapter back after a reload of the base weights, which drops them all; the names that are lost.
+
+        Left to the next request, vLLM would load them itself, and end when the files are gone.
+        """
+        lost = []
+        async with self._lock:
+            for name, record in list(self._requests.items()):
+                try:
+                    await self._add(record)
+                except InvalidRequest:
+                    del self._requests[name]
+                    lost.append(name)
+        return lost
+
+    async def _add(self, record: Any) -> None:
+        try:
+            added = await self.engine.add_lora(record)
+        except self.api.DeadError as error:
+            raise EngineDied("the vLLM engine is gone") from error
+        except Exception as error:  # what a worker raises arrives as a plain Exception with its text
+            if self.engine.errored:
+                raise EngineDied("the vLLM engine is gone") from error
+            raise InvalidRequest(f"vLLM does not load the adapter: {error}", param="lora_path") from error
+        if not added:
+            raise InvalidRequest(f"vLLM did not load the adapter at {record.lora_path}", param="lora_path")

@@ -1,0 +1,209 @@
+"""Checkpoints on disk against the one the engine was loaded from: names, shapes and dtypes, before vLLM sees them.
+
+vLLM's reload checks too little: a checkpoint that lacks a part of a fused tensor loads without an error and serves
+garbage. One that has exactly the tensors of the loaded one cannot. Reads safetensors headers and bytes only, no torch.
+"""
+
+import hashlib
+import json
+import mmap
+import struct
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+
+from rollplane.errors import InvalidRequest, NotFound
+
+_FLOATS: Final = frozenset({"F32", "F16", "BF16"})
+"""Dtypes that vLLM converts among when it copies a tensor into a parameter."""
+
+_HEADER_LIMIT_BYTES: Final = 100 * 2**20
+_CHUNK_BYTES: Final = 1 << 24
+_NAMED: Final = 8
+_EMBEDDINGS: Final = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "embed_in.weight")
+
+
+class Tensor(msgspec.Struct, frozen=True):
+    """One tensor in a file: safetensors dtype name, shape, and its bytes' place in the file."""
+
+    dtype: str
+    shape: tuple[int, ...]
+    file: str
+    begin: int
+    end: int
+
+
+class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
+    """A checkpoint directory: its tensors by name and its files as they were found (`stamp`)."""
+
+    path: str
+    tensors: dict[str, Tensor]
+    stamps: list[list[Any]]
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of all tensors."""
+        return sum(tensor.end - tensor.begin for tensor in self.tensors.values())
+
+
+def read_checkpoint(path: str) -> Checkpoint:
+    """The headers of a directory's safetensors files. Blocking.
+
+    Raises:
+        NotFound: no such directory, or no safetensors files in it.
+        InvalidRequest: a damaged file, or one tensor in two files.
+    """
+    root = Path(path)
+    if not root.is_dir():
+        raise NotFound(f"{path} is not a directory", param="model_path")
+    files = sorted(root.glob("*.safetensors"))
+    if not files:
+        raise NotFound(f"{path} has no *.safetensors files", param="model_path")
+    tensors: dict[str, Tensor] = {}
+    stamps = [stamp(file) for file in files]
+    for file in files:
+        for name, tensor in _header(file).items():
+            if name in tensors:
+                raise InvalidRequest(f"tensor {name} is in two files of {path}", param="model_path")
+            tensors[name] = tensor
+    return Checkpoint(path=path, tensors=tensors, stamps=stamps)
+
+
+def stamp(file: Path) -> list[Any]:
+    """What tells a file from a later one of its name: name, size, time of change in nanoseconds, inode."""
+    found = file.stat()
+    return [file.name, found.st_size, found.st_mtime_ns, found.st_ino]
+
+
+def changed_files(path: str, stamps: list[list[Any]]) -> str | None:
+    """Why the files at `path` are not the stamped ones any more; None where they are."""
+    for wanted in stamps:
+        try:
+            found = stamp(Path(path) / str(wanted[0]))
+        except OSError as error:
+            return f"{wanted[0]} cannot be read any more: {error}"
+        if found != list(wanted):
+            return f"{wanted[0]} changed after it was checked"
+    return None
+
+
+def check_like(checkpoint: Checkpoint, loaded: Checkpoint, *, tied: bool) -> None:
+    """Hold a checkpoint to the tensors of the one the engine was loaded from.
+
+    Args:
+        tied: the model ties its output embedding to its input embedding, so that `lm_head.weight` may be there or not.
+
+    Raises:
+        InvalidRequest: unknown or missing tensors, other shapes or kinds of dtype; by name.
+    """
+    optional = {"lm_head.weight"} if tied else set()
+    unknown = sorted(set(checkpoint.tensors) - set(loaded.tensors) - optional)
+    missing = sorted(set(loaded.tensors) - set(checkpoint.tensors) - optional)
+    if unknown or missing:
+        said = [f"{what} {_list(names)}" for what, names in (("unknown", unknown), ("missing", missing)) if names]
+        raise InvalidRequest(f"the checkpoint's tensors are not this model's: {'; '.join(said)}", param="model_path")
+    for name, tensor in checkpoint.tensors.items():
+        wanted = loaded.tensors.get(name)
+        if wanted is None:
+            continue
+        if tensor.shape != wanted.shape:
+            raise InvalidRequest(
+                f"tensor {name} has shape {list(tensor.shape)}, the model's has {list(wanted.shape)}",
+                param="model_path",
+            )
+        if tensor.dtype != wanted.dtype and not {tensor.dtype, wanted.dtype} <= _FLOATS:
+            raise InvalidRequest(
+                f"tensor {name} has dtype {tensor.dtype}, the model's has {wanted.dtype}", param="model_path"
+            )
+
+
+def check_adapter_fits(shapes: dict[str, list[int]], loaded: Checkpoint) -> None:
+    """Hold an adapter's factors to the modules they change, where the checkpoint names those modules alike.
+
+    Raises:
+        InvalidRequest: a factor whose width is not its module's; by name.
+    """
+    for name, shape in shapes.items():
+        module = name.removeprefix("base_model.model.")
+        a_side = ".lora_A." in module
+        base = loaded.tensors.get(module.replace(".lora_A.", ".").replace(".lora_B.", "."))
+        if base is None or len(base.shape) != 2 or len(shape) != 2 or (not a_side and ".lora_B." not in module):
+            continue
+        wanted, found = (base.shape[1], shape[1]) if a_side else (base.shape[0], shape[0])
+        if wanted != found:
+            raise InvalidRequest(
+                f"adapter tensor {name} has shape {shape}, its module's weight has {list(base.shape)}",
+                param="lora_path",
+            )
+
+
+def embedding_rows(loaded: Checkpoint) -> int | None:
+    """Rows of the input embedding, which token ids must stay below; None where no tensor has a name that says so."""
+    for name, tensor in loaded.tensors.items():
+        if name.endswith(_EMBEDDINGS) and len(tensor.shape) == 2 and "visual" not in name and "vision" not in name:
+            return tensor.shape[0]
+    return None
+
+
+def content_digest(checkpoint: Checkpoint) -> str:
+    """sha256 over (name, dtype, shape, bytes) of every tensor in the order of names; 64 hex digits. Blocking.
+
+    It does not depend on how a checkpoint is cut into files.
+    """
+    digest = hashlib.sha256()
+    maps: dict[str, mmap.mmap] = {}
+    try:
+        for name in sorted(checkpoint.tensors):
+            tensor = checkpoint.tensors[name]
+            head = f"{name}\0{tensor.dtype}\0{','.join(map(str, tensor.shape))}".encode()
+            digest.update(struct.pack(">Q", len(head)) + head + struct.pack(">Q", tensor.end - tensor.begin))
+            if tensor.file not in maps:
+                with (Path(checkpoint.path) / tensor.file).open("rb") as file:
+                    maps[tensor.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+            with memoryview(maps[tensor.file]) as view:
+                for at in range(tensor.begin, tensor.end, _CHUNK_BYTES):
+                    digest.update(view[at : min(at + _CHUNK_BYTES, tensor.end)])
+    except OSError as error:
+        raise InvalidRequest(f"{checkpoint.path} cannot be read: {error}", param="model_path") from None
+    finally:
+        for each in maps.values():
+            each.close()
+    return digest.hexdigest()
+
+
+def _header(file: Path) -> dict[str, Tensor]:
+    """The tensors a safetensors file says it has; places count from the file's begin."""
+    size = file.stat().st_size
+    try:
+        with file.open("rb") as stream:
+            lead = stream.read(8)
+            length = struct.unpack("<Q", lead)[0] if len(lead) == 8 else -1
+            if not 0 < length <= min(size - 8, _HEADER_LIMIT_BYTES):
+                raise ValueError("no header")
+            entries = json.loads(stream.read(length))
+        base = 8 + length
+        found = {
+            name: Tensor(
+                dtype=entry["dtype"],
+                shape=tuple(entry["shape"]),
+                file=file.name,
+                begin=base + entry["data_offsets"][0],
+                end=base + entry["data_offsets"][1],
+            )
+            for name, entry in entries.items()
+            if name != "__metadata__"
+        }
+    except (OSError, ValueError, KeyError, TypeError, IndexError, AttributeError) as error:
+        raise InvalidRequest(f"{file} is not a readable safetensors file: {error}", param="model_path") from None
+    for name, tensor in found.items():
+        if not base <= tensor.begin <= tensor.end <= size:
+            raise InvalidRequest(
+                f"{file.name}: tensor {name} ends past the file (is it still being written?)", param="model_path"
+            )
+    return found
+
+
+def _list(names: list[str]) -> str:
+    more = f" and {len(names) - _NAMED} more" if len(names) > _NAMED else ""
+    return ", ".join(names[:_NAMED]) + more

@@ -1,0 +1,279 @@
+"""The policy of one vLLM engine: pause, weight update, cache reset, with exact version spans.
+
+Token counts are read while nothing steps: after a pause, when every output that arrived is processed. A choice without
+tokens at an update starts over (its vLLM request is replaced), so that its prompt's KV and first token are wholly the new
+version's and under the new version's salt; one with tokens goes on with its own KV and gets a span.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable, Iterable
+from typing import Any
+
+from rollplane.engines.vllm import versions
+from rollplane.engines.vllm.adapters import Adapters
+from rollplane.engines.vllm.checkpoints import Checkpoint, check_like, content_digest, read_checkpoint
+from rollplane.engines.vllm.live import LiveChoice, LiveRequest
+from rollplane.engines.vllm.versions import VllmApi
+from rollplane.errors import Conflict, EngineDied, EngineFailed, InvalidRequest
+from rollplane.protocol.admin import FlushReport, PauseMode, PauseReport, ResumeReport, StagedWeights
+
+Resubmit = Callable[[LiveRequest, LiveChoice], Awaitable[None]]
+
+
+class Policy:
+    """Which weights make tokens in one engine, and how they change.
+
+    Args:
+        live: the requests the engine runs, at any moment.
+        resubmit: hands a choice to the engine again, under the present version.
+        isolate: cached KV is scoped by version through the salt; else an update makes kept requests recompute.
+    """
+
+    def __init__(
+        self,
+        engine: Any,
+        api: VllmApi,
+        *,
+        version: str,
+        loaded: Checkpoint | None,
+        tied: bool,
+        adapters: Adapters | None,
+        isolate: bool,
+        live: Callable[[], Iterable[LiveRequest]],
+        resubmit: Resubmit,
+    ) -> None:
+        self.engine = engine
+        self.api = api
+        self.version = version
+        self.isolate = isolate
+        self.running = asyncio.Event()
+        self.running.set()
+        self.broken: str | None = None
+        self._loaded = loaded
+        self._good: StagedWeights | None = None
+        self._tied = tied
+        self._adapters = adapters
+        self._live = live
+        self._resubmit = resubmit
+        self._cached_under = {version}
+        self._lock = asyncio.Lock()
+        if loaded is not None:
+            self._good = StagedWeights(
+                path=loaded.path, digest="", tensors=len(loaded.tensors), bytes=loaded.bytes, handle=loaded.stamps
+            )
+
+    def __repr__(self) -> str:
+        return f"<Policy {'running' if self.running.is_set() else 'paused'} at {self.version!r}>"
+
+    @property
+    def paused(self) -> bool:
+        """Whether nothing steps."""
+        return not self.running.is_set()
+
+    async def pause(self, mode: PauseMode, *, clear_cache: bool = False) -> PauseReport:
+        """See `WeightReceiver.pause`. New requests wait before vLLM in every mode."""
+        was_paused = self.paused
+        self.running.clear()
+        before = self._open()
+        await self._ask(self.engine.pause_generation(mode=mode, clear_cache=clear_cache))
+        await versions.settle(self.engine)
+        left = [(live, choice) for live, choice in before if self._made(choice) is not None]
+        if clear_cache:
+            self._mark_cleared(left)
+            self._cached_under = {self.version}
+        ended = len({id(live) for live, _ in before} - {id(live) for live, _ in left})
+        return PauseReport(
+            mode=mode,
+            already_paused=was_paused,
+            kept=len({id(live) for live, _ in left}),
+            aborted=ended if mode == "abort" else 0,
+            drained=ended if mode == "wait" else 0,
+            cleared=True if clear_cache else None,
+        )
+
+    async def resume(self) -> ResumeReport:
+        """See `WeightReceiver.resume`."""
+        was_paused = self.paused
+        if was_paused:
+            if self.broken is not None:
+                raise EngineDied(f"the model's weights are broken: {self.broken}")
+            self._settle_cleared()
+            await self._ask(self.engine.resume_generation())
+            self.running.set()
+        return ResumeReport(was_paused=was_paused, policy_version=self.version)
+
+    async def stage(self, path: str) -> StagedWeights:
+        """See `WeightReceiver.stage_weights`. The digest covers the bytes; the handle says which files they were."""
+        loaded = self._loaded
+        if loaded is None:
+            raise InvalidRequest(
+                "the engine was not loaded from local safetensors files, so there is nothing to hold a checkpoint to",
+                param="model_path",
+            )
+
+        def read() -> StagedWeights:
+            found = read_checkpoint(path)
+            check_like(found, loaded, tied=self._tied)
+            return StagedWeights(
+                path=path,
+                digest=content_digest(found),
+                tensors=len(found.tensors),
+                bytes=found.bytes,
+                handle=found.stamps,
+            )
+
+        return await asyncio.to_thread(read)
+
+    async def apply(self, staged: StagedWeights, *, version: str) -> None:
+        """See `WeightReceiver.apply_weights`."""
+        async with self._lock:
+            if not self.paused:
+                raise Conflict(f"weights change only while paused; this engine is {self!r}")
+            known = await versions.settle(self.engine)
+            counted = [
+                (live, choice, made) for live, choice in self._open() if (made := self._made(choice)) is not None
+            ]
+            fresh = [(live, choice) for live, choice, made in counted if known and made == 0]
+            kept = [(live, choice, made) for live, choice, made in counted if not known or made > 0]
+            try:
+                for _, choice in fresh:
+                    await self._ask(versions.abort(self.engine, choice.leave()))
+                await self._load(staged)
+                self.broken = None
+                await self._drop_old_caches(version, [(live, choice) for live, choice, _ in kept])
+                if self._adapters is not None:
+                    await self._adapters.load_again()
+                self.version = version
+                self._cached_under.add(version)
+                for _, choice, made in kept:
+                    choice.spans.change(version, made=made if known else None)
+            except EngineFailed:
+                await self._submit_again(fresh)
+                raise
+            except BaseException:
+                for _, choice in fresh:
+                    choice.fail(EngineFailed("a weight update failed before the request made a token"))
+                raise
+            await self._submit_again(fresh)
+
+    def relabel(self, version: str) -> None:
+        """Another name for the same weights: what is cached stays right, and running requests keep the name they have."""
+        self.version = version
+        self._cached_under.add(version)
+
+    async def flush(self, *, preempt: bool = False) -> FlushReport:
+        """See `WeightReceiver.flush_cache`."""
+        if await self._reset(running=False):
+            return FlushReport(reset=True)
+        if not preempt:
+            return FlushReport(reset=False, reason=f"{len(self._open())} running sequence(s) hold cached blocks")
+        was_paused = self.paused
+        if not was_paused:
+            await self.pause("keep")
+        try:
+            held = [(live, choice) for live, choice in self._open() if self._made(choice) is not None]
+            reset = await self._reset(running=True)
+            if reset:
+                self._mark_cleared(held)
+            return FlushReport(
+                reset=reset,
+                preempted=len(held) if reset else 0,
+                reason=None if reset else "the engine could not take the blocks of running sequences",
+            )
+        finally:
+            if not was_paused:
+                await self.resume()
+
+    # -----------------------------------------------------------------------------------------------------------------
+
+    async def _load(self, staged: StagedWeights) -> None:
+        """Put the files in place on every rank, or leave the old weights as they were.
+
+        Raises:
+            EngineFailed: the old weights serve. EngineDied: the model is not whole.
+        """
+        answers = await self._load_files(staged)
+        refused = [answer["refused"] for answer in answers if "refused" in answer]
+        if refused and len(refused) == len(answers):
+            raise EngineFailed(f"the engine refuses the checkpoint: {refused[0]}")
+        broken = [a.get("broken") or a["refused"] for a in answers if "loaded" not in a]
+        if not broken:
+            self._good = staged
+            return
+        again = await self._load_files(self._good) if self._good is not None else [{}]
+        if all("loaded" in answer for answer in again):
+            await self._reset(running=True)
+            if self._adapters is not None:
+                await self._adapters.load_again()
+            raise EngineFailed(f"the checkpoint did not load: {broken[0]}; the old weights were loaded again")
+        self.broken = broken[0]
+        raise EngineDied(f"the checkpoint did not load, nor did the old weights again: {broken[0]}")
+
+    async def _load_files(self, staged: StagedWeights) -> list[dict[str, Any]]:
+        answers: list[dict[str, Any]] = await self._ask(
+            self.engine.collective_rpc("rollplane_load_weights", kwargs={"path": staged.path, "stamps": staged.handle})
+        )
+        return answers
+
+    async def _drop_old_caches(self, version: str, kept: list[tuple[LiveRequest, LiveChoice]]) -> None:
+        """Nothing that the old weights computed may serve a request of the new version.
+
+        Blocks that kept requests hold stay, unless a request of the new version could find them: no isolation by salt,
+        or a version name that was used before.
+        """
+        if await self._reset(running=False):
+            self._cached_under = set()
+            return
+        if self.isolate and version not in self._cached_under:
+            return
+        if not await self._reset(running=True):
+            raise EngineDied("the engine keeps KV of the old weights that new requests would use")
+        self._mark_cleared(kept)
+        self._cached_under = set()
+
+    async def _reset(self, *, running: bool) -> bool:
+        """Drop encoder, processor and prefix caches; whether the prefix cache could be dropped whole.
+
+        vLLM's encoder and processor caches must not go while a prompt is being computed from them.
+        """
+        if running or self.paused or not self._open():
+            await self._ask(self.engine.reset_mm_cache())
+            await self._ask(self.engine.reset_encoder_cache())
+        reset: bool = await self._ask(self.engine.reset_prefix_cache(reset_running_requests=running))
+        return reset
+
+    async def _submit_again(self, choices: list[tuple[LiveRequest, LiveChoice]]) -> None:
+        for live, choice in choices:
+            try:
+                await self._resubmit(live, choice)
+            except Exception as error:  # the reader must hear of it, whatever it is
+                choice.fail(error)
+
+    async def _ask(self, call: Awaitable[Any]) -> Any:
+        """Await a call to the engine; its failure as ours."""
+        try:
+            return await call
+        except self.api.DeadError as error:
+            raise EngineDied("the vLLM engine is gone") from error
+        except Exception as error:  # what a worker raises arrives as a plain Exception with its text
+            if self.engine.errored:
+                raise EngineDied("the vLLM engine is gone") from error
+            raise EngineFailed(f"vLLM refuses: {error}") from error
+
+    def _open(self) -> list[tuple[LiveRequest, LiveChoice]]:
+        return [(live, choice) for live in self._live() for choice in live.open_choices]
+
+    def _made(self, choice: LiveChoice) -> int | None:
+        return versions.output_tokens(self.engine, choice.collector)
+
+    def _mark_cleared(self, choices: list[tuple[LiveRequest, LiveChoice]]) -> None:
+        """These choices' KV is computed again at resume; remember how far it went."""
+        for _, choice in choices:
+            choice.cleared_at = self._made(choice)
+
+    def _settle_cleared(self) -> None:
+        """At resume: KV that is computed again counts as recomputed where other weights made it first."""
+        for live, choice in self._open():
+            made, choice.cleared_at = choice.cleared_at, None
+            if made and choice.spans.mixed_with(self.version):
+                live.recomputed_rows = max(live.recomputed_rows, live.prompt_tokens + made - 1)

@@ -1,0 +1,112 @@
+"""What a vLLM engine is started with: our few settings, and vLLM's own engine arguments for everything else."""
+
+from typing import Any, Final
+
+import msgspec
+
+from rollplane.config import WorkerSettings
+from rollplane.errors import InvalidRequest
+
+WORKER_EXTENSION: Final = "rollplane.engines.vllm.worker_extension.WorkerExtension"
+
+_DEFAULTS: Final = (
+    ("scheduling_policy", ["--scheduling-policy", "priority"]),
+    ("logprobs_mode", ["--logprobs-mode", "processed_logprobs"]),
+    # Features come from renderers with normalised float pixels; normalising twice changes samples without an error.
+    ("mm_device_do_normalize", ["--no-mm-device-do-normalize"]),
+)
+"""What we start vLLM with unless the caller says otherwise after `--`: argument's field, and the words."""
+
+OUR_OPTIONS: Final = ("allow_untested_vllm",)
+
+
+class VllmSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Settings of a vLLM engine.
+
+    `model`: checkpoint directory. `served_model_name`: names it is served under, the first is its main one; the directory
+    where empty. `policy_version`: version of the first weights; the directory's name where None. `engine_args`: vLLM's own
+    engine arguments, as words. `isolate_by_version`: cached KV is scoped by policy version, so that an update need not
+    drop what kept requests hold; else an update makes them recompute. `allow_untested_vllm`: go on with a vLLM release
+    that was not tried.
+    """
+
+    model: str
+    served_model_name: tuple[str, ...] = ()
+    policy_version: str | None = None
+    engine_args: tuple[str, ...] = ()
+    isolate_by_version: bool = True
+    allow_untested_vllm: bool = False
+
+
+def settings_of_worker(worker: WorkerSettings, engine_args: tuple[str, ...] = ()) -> VllmSettings:
+    """A vLLM engine's settings from a worker's; `engine_args` are the words after `--` and win over the worker's own.
+
+    Raises:
+        InvalidRequest: no model, or an engine option nobody knows.
+    """
+    if worker.model is None:
+        raise InvalidRequest("the vllm engine needs a model", param="worker.model")
+    unknown = sorted(set(worker.engine_option) - set(OUR_OPTIONS))
+    if unknown:
+        raise InvalidRequest(
+            f"engine_option {unknown[0]!r} is not one of the vllm engine's ({', '.join(OUR_OPTIONS)}); "
+            "vLLM's own engine arguments come after --",
+            param=f"worker.engine_option.{unknown[0]}",
+        )
+    words: list[str] = []
+    for name in ("dtype", "max_model_len", "max_num_seqs", "seed"):
+        value = getattr(worker, name)
+        if value is not None:
+            words += [f"--{name.replace('_', '-')}", str(value)]
+    return VllmSettings(
+        model=worker.model,
+        served_model_name=tuple(worker.served_model_name),
+        policy_version=worker.policy_version,
+        engine_args=(*words, *engine_args),
+        isolate_by_version=worker.isolate_by_version,
+        allow_untested_vllm=worker.engine_option.get("allow_untested_vllm", "false").lower() == "true",
+    )
+
+
+def engine_words(settings: VllmSettings, engine_fields: frozenset[str]) -> list[str]:
+    """The words for vLLM's parser: our defaults first, then the caller's, which win.
+
+    Args:
+        engine_fields: the arguments this vLLM knows; a default it does not know is left out.
+    """
+    words = ["--model", settings.model]
+    for field, default in _DEFAULTS:
+        if field in engine_fields:
+            words += default
+    words += ["--worker-extension-cls", WORKER_EXTENSION]
+    return [*words, *settings.engine_args]
+
+
+def check_engine_args(args: Any) -> None:
+    """Refuse engine arguments under which this engine could not keep its promises.
+
+    Raises:
+        InvalidRequest: naming the argument and the reason.
+    """
+    if args.worker_extension_cls != WORKER_EXTENSION:
+        _refuse("worker-extension-cls", "is ours: weight updates go through it")
+    if args.data_parallel_size > 1:
+        _refuse("data-parallel-size", "above 1 is several engines; start one worker per rank")
+    if args.logprobs_mode not in ("processed_logprobs", "raw_logprobs"):
+        _refuse("logprobs-mode", f"{args.logprobs_mode} returns logits; use processed_logprobs or raw_logprobs")
+    if getattr(args, "return_sampling_mask", False) and args.logprobs_mode != "processed_logprobs":
+        _refuse("return-sampling-mask", "needs --logprobs-mode processed_logprobs, so that logprobs and masks agree")
+    if args.disable_log_stats:
+        _refuse("disable-log-stats", "would hide whether the engine makes progress")
+
+
+def needs_v2_runner(args: Any) -> str | None:
+    """The argument that works on vLLM's model runner V2 only, if one was given."""
+    for field in ("enable_return_routed_experts", "return_sampling_mask"):
+        if getattr(args, field, False):
+            return "--" + field.replace("_", "-")
+    return None
+
+
+def _refuse(name: str, says: str) -> None:
+    raise InvalidRequest(f"vLLM argument --{name} {says}", param=f"engine_args.{name}")

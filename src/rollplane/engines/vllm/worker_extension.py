@@ -1,0 +1,66 @@
+"""What runs inside vLLM's worker processes: replacing the weights of a loaded model.
+
+vLLM mixes `WorkerExtension` into its worker class, so every name here starts with `rollplane_`. Calls and answers are
+plain data; an exception would arrive as text only, so what went wrong is an answer too.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+from rollplane.engines.vllm.checkpoints import changed_files
+
+
+class WorkerExtension:
+    """Mixed into vLLM's worker; `self` is the worker."""
+
+    model_runner: Any
+    vllm_config: Any
+
+    def rollplane_load_weights(self, path: str, stamps: list[list[Any]]) -> dict[str, Any]:
+        """Replace the model's weights by the safetensors files at `path`, in place.
+
+        Args:
+            stamps: the files as they were checked (`checkpoints.stamp`); others now are refused before anything is touched.
+
+        Returns:
+            `{"loaded": tensors}`; `{"refused": why}`: nothing was touched; `{"broken": why}`: the model is half written.
+        """
+        if why := changed_files(path, stamps):
+            return {"refused": why}
+        try:
+            return {"loaded": self._rollplane_reload(path, [str(name) for name, *_ in stamps])}
+        except Exception as error:  # whatever it was, the caller must hear that the model is not whole
+            return {"broken": f"{type(error).__name__}: {error}"[:1000]}
+
+    def _rollplane_reload(self, path: str, names: list[str]) -> int:
+        import torch
+        from vllm.config import set_current_vllm_config
+
+        on_cpu = torch.device(self.vllm_config.device_config.device).type == "cpu"
+        for module in self.model_runner.get_model().modules():
+            # vLLM's CPU experts are packed once, when their kernel is made; without this a reload copies unpacked weights
+            # into the packed buffer and serves them.
+            method: Any = getattr(module, "quant_method", None)
+            if on_cpu and getattr(method, "moe_kernel", None) is not None:
+                method.moe_kernel = None
+        count = 0
+
+        def counted() -> Iterator[tuple[str, Any]]:
+            nonlocal count
+            for pair in _tensors(path, names):
+                count += 1
+                yield pair
+
+        with set_current_vllm_config(self.vllm_config), torch.no_grad():
+            self.model_runner.reload_weights(weights_iterator=counted())
+        return count
+
+
+def _tensors(path: str, names: list[str]) -> Iterator[tuple[str, Any]]:
+    """Every tensor of the files, one at a time."""
+    from safetensors import safe_open
+
+    for name in names:
+        with safe_open(f"{path}/{name}", framework="pt") as file:
+            for key in file.keys():  # noqa: SIM118 - not a dict
+                yield key, file.get_tensor(key)
