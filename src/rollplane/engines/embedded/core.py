@@ -161,7 +161,7 @@ class Core:
     def clear_cache(self) -> int:
         """Drop the keys and values of everything kept; it is computed again before the next token. How many had some.
 
-        Routes stay those that were captured with their tokens. Rows recomputed under newer weights are reported.
+        Routes stay those that were captured with their tokens. The recomputed rows are reported.
         """
         touched = 0
         for sequence in self.scheduler.running:
@@ -258,7 +258,7 @@ class Core:
         first_logits: list[Tensor] = []
         for chunk in chunks:  # in the order of their slots, which joining relies on
             if chunk.sequence is not None:
-                chunk.sequence.recompute(chunk.end, version=self.version)
+                chunk.sequence.recompute(chunk.end)
             if chunk.job is not None and self._advance(chunk.job, chunk, computed[chunk]):
                 joined += chunk.job.sequences
                 first_logits += [computed[chunk][-1]] * chunk.job.request.n

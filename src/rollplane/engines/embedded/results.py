@@ -22,8 +22,8 @@ from rollplane.protocol.artifacts import (
 class Ending:
     """How a sequence ended, and the payloads that cover all of it.
 
-    `spans` is (policy version, first output index), never empty; `recomputed_rows` leading rows were recomputed under
-    newer weights; `error` is set when its sample is unusable.
+    `spans` is (policy version, first output index), never empty; `recomputed_rows` leading rows had their keys and
+    values computed again; `error` is set when its sample is unusable.
     """
 
     finish_reason: str

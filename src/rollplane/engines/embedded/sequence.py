@@ -135,7 +135,7 @@ class Sequence:
         computed: token positions whose keys and values are valid; total - 1 when ready to decode.
         spans: (policy version, first output index), appended when a token is sampled.
         mask_rows: one int32 array of surviving ids per token, when asked for.
-        recomputed_rows: leading rows whose keys and values were recomputed under newer weights.
+        recomputed_rows: leading rows whose keys and values were computed again, under the weights of that time.
         delivered: completion tokens already reported (streams).
         finish_reason: stop, length, abort or error; None while it runs.
     """
@@ -163,11 +163,10 @@ class Sequence:
         """Prompt and completion tokens held."""
         return len(self.request.prompt) + self.generated
 
-    def recompute(self, rows: int, *, version: str) -> None:
-        """Keys and values of the first `rows` positions are valid again, under `version`."""
+    def recompute(self, rows: int) -> None:
+        """Keys and values of the first `rows` positions are valid again, under the weights that serve now."""
         self.computed = rows
-        if any(made_by != version for made_by, _ in self.spans):
-            self.recomputed_rows = max(self.recomputed_rows, rows)
+        self.recomputed_rows = max(self.recomputed_rows, rows)
 
     def accept(self, token_id: int, *, version: str) -> None:
         """Count a sampled token and decide whether it ends the sequence. The ending token stays in the completion."""

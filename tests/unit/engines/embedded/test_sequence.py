@@ -54,13 +54,13 @@ def test_end_of_sequence_goes_before_a_stop_id(ask: Ask) -> None:
     assert (s.finish_reason, s.stop_reason) == ("stop", None)
 
 
-def test_recomputed_rows_are_marked_only_under_another_version(ask: Ask) -> None:
+def test_recomputed_rows_are_counted_from_the_start(ask: Ask) -> None:
     s = sequence(ask())
-    s.accept(9, version="v0")
-    s.recompute(12, version="v0")
-    assert (s.computed, s.recomputed_rows) == (12, 0)
-    s.recompute(12, version="v1")
-    assert s.recomputed_rows == 12
+    for rows in (7, 12):
+        s.recompute(rows)
+    assert (s.computed, s.recomputed_rows) == (12, 12)
+    s.recompute(3)
+    assert (s.computed, s.recomputed_rows) == (3, 12)
 
 
 def test_children_draw_from_seed_plus_index() -> None:
