@@ -6,6 +6,7 @@ environment names and the checks are all derived from it. Later sources win: def
 """
 
 import os
+import shlex
 import tomllib
 from collections.abc import Mapping
 from pathlib import Path
@@ -68,6 +69,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     grpc_endpoint: Annotated[str | None, _about("HOST:PORT of a vLLM gRPC server (engine vllm-grpc)")] = None
     vllm_http_endpoint: Annotated[str | None, _about("Base URL of the same vLLM server's HTTP side")] = None
     engine_option: Annotated[dict[str, str], _about("Further option of the engine, as name=value")] = {}
+    engine_args: Annotated[tuple[str, ...], _about("The engine's own arguments, as its command line has them")] = ()
     isolate_by_version: Annotated[bool, _about("Scope cached KV by policy version")] = True
     max_hold_s: Annotated[Seconds, _about("Longest wait of a request while paused or updating")] = 600.0
     namespace: Annotated[str, _about("Namespace in discovery")] = "rollplane"
@@ -137,9 +139,11 @@ class Option(msgspec.Struct, frozen=True, kw_only=True):
         return "--" + self.field.replace("_", "-")
 
     @property
-    def shape(self) -> Literal["scalar", "list", "map", "flag"]:
-        """How text becomes a value: one word, several, `name=value` pairs, or true/false."""
+    def shape(self) -> Literal["scalar", "list", "map", "flag", "words"]:
+        """How text becomes a value: one word, several, `name=value` pairs, true/false, or a shell's words."""
         kinds = {get_origin(kind) or kind for kind in _alternatives(self.kind)}
+        if tuple in kinds:
+            return "words"
         if list in kinds:
             return "list"
         if dict in kinds:
@@ -261,6 +265,11 @@ def read_text(option: Option, text: str | list[str], *, origin: str) -> Any:
         return {name: value for name, _, value in pairs}
     if not isinstance(text, str):
         return text
+    if option.shape == "words":
+        try:
+            return tuple(shlex.split(text))
+        except ValueError as error:
+            raise InvalidRequest(f"{option.path} (from {origin}): {error}", param=option.path) from None
     try:
         return msgspec.convert(text, option.kind, strict=False)
     except msgspec.ValidationError as error:

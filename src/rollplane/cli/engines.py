@@ -23,6 +23,7 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
     "seed": ("seed",),
     "grpc_endpoint": ("endpoint",),
     "vllm_http_endpoint": ("http_endpoint",),
+    "engine_args": ("engine_args",),
 }
 """A worker's setting -> the names under which engines' records have it, the first that is there is used."""
 
@@ -39,12 +40,14 @@ def build_engine(settings: WorkerSettings) -> Engine:
     values: dict[str, Any] = {}
     for ours, theirs in NAMES.items():
         value = getattr(settings, ours)
-        if value is None:
+        if value is None or value == ():
             continue
         name = next((name for name in theirs if name in fields), None)
         if name is None:
             raise InvalidRequest(f"the {settings.engine} engine has no setting {ours}", param=f"worker.{ours}")
         values[name] = value
+    if "isolate_by_version" in fields:
+        values["isolate_by_version"] = settings.isolate_by_version
     if settings.served_model_name:
         _name_model(settings, fields, values)
     for name, text in settings.engine_option.items():

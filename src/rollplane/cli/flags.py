@@ -19,6 +19,8 @@ def settings_command(
     Args:
         tables: in the order of their flags; a flag that two tables share sets both.
         without: `table.field` paths that this command does not offer.
+
+    Where the worker's table is among them, the words after `--` are the engine's own arguments.
     """
     by_flag: dict[str, list[Option]] = {}
     for table in tables:
@@ -27,12 +29,14 @@ def settings_command(
                 by_flag.setdefault(option.flag, []).append(option)
 
     def command(**given: Any) -> None:
-        file, show = given.pop("config"), given.pop("show_config")
+        file, show, rest = given.pop("config"), given.pop("show_config"), given.pop("rest", None)
         flags: dict[str, Any] = {}
         for shared in by_flag.values():
             value = given[shared[0].field]
             for option in shared:
                 flags[option.path] = value or None if isinstance(value, list) else value
+        if rest:
+            flags["worker.engine_args"] = tuple(rest)
         settings = load_settings(file=file, flags=flags)
         if show:
             show_settings(settings, by_flag)
@@ -43,6 +47,7 @@ def settings_command(
         [
             _parameter("config", str | None, None, typer.Option("--config", help="TOML file of settings")),
             *(_flag(shared[0]) for shared in by_flag.values()),
+            *([_rest()] if "worker" in tables else []),
             _parameter("show_config", bool, False, typer.Option("--show-config", help="Print the settings and stop")),
         ]
     )
@@ -71,6 +76,12 @@ def _flag(option: Option) -> inspect.Parameter:
     several = option.shape in ("list", "map")
     info = typer.Option(option.flag, help=option.help + _choices(option.kind), show_default=shown or False)
     return _parameter(option.field, list[str] | None if several else str | None, None, info)
+
+
+def _rest() -> inspect.Parameter:
+    """The words after `--`: the engine's own arguments."""
+    info = typer.Argument(metavar="[-- ENGINE ARGUMENTS]", help="The engine's own arguments", show_default=False)
+    return _parameter("rest", list[str] | None, None, info)
 
 
 def _parameter(name: str, kind: Any, default: Any, info: Any) -> inspect.Parameter:

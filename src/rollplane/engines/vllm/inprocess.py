@@ -15,7 +15,6 @@ from typing import Any
 import numpy as np
 
 from rollplane.admission import check_request
-from rollplane.config import WorkerSettings
 from rollplane.engines.vllm import convert, versions
 from rollplane.engines.vllm.adapters import Adapters
 from rollplane.engines.vllm.facts import read_info
@@ -23,7 +22,7 @@ from rollplane.engines.vllm.features import MediaModel, engine_input, sample_mod
 from rollplane.engines.vllm.live import LiveChoice, LiveRequest
 from rollplane.engines.vllm.media import check_urls, placeholders_of, rendered
 from rollplane.engines.vllm.policy import Policy
-from rollplane.engines.vllm.settings import VllmSettings, settings_of_worker
+from rollplane.engines.vllm.settings import VllmSettings
 from rollplane.engines.vllm.start import read_loaded, start_engine
 from rollplane.engines.vllm.versions import Progress, VllmApi
 from rollplane.errors import Conflict, EngineDied, EngineFailed, InvalidRequest, RollplaneError
@@ -53,15 +52,6 @@ class VllmEngine:
         self._closing = False
         self._serial = itertools.count()
         self._closed = False
-
-    @classmethod
-    def from_worker(cls, worker: WorkerSettings, engine_args: tuple[str, ...] = ()) -> "VllmEngine":
-        """The engine of a worker's settings; `engine_args` are vLLM's own, the words after `--`.
-
-        Raises:
-            InvalidRequest: settings it cannot have.
-        """
-        return cls(settings_of_worker(worker, engine_args))
 
     def __repr__(self) -> str:
         version = self._api.version if self._api is not None else "not started"

@@ -30,10 +30,6 @@ class Spans:
         """The spans of a choice that ended with `tokens` tokens."""
         return [span for span in self._spans if span[1] is None or span[1] < max(tokens, 1)]
 
-    def mixed_with(self, version: str) -> bool:
-        """Whether some tokens are another version's than `version`."""
-        return any(name != version for name, _ in self._spans)
-
 
 class LiveChoice:
     """One choice: one vLLM request, which may be another one after an update that found it without tokens."""

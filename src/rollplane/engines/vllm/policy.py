@@ -272,8 +272,8 @@ class Policy:
             choice.cleared_at = self._made(choice)
 
     def _settle_cleared(self) -> None:
-        """At resume: KV that is computed again counts as recomputed where other weights made it first."""
+        """At resume: what was dropped of a choice with tokens is computed again, under the weights of now."""
         for live, choice in self._open():
             made, choice.cleared_at = choice.cleared_at, None
-            if made and choice.spans.mixed_with(self.version):
+            if made:
                 live.recomputed_rows = max(live.recomputed_rows, live.prompt_tokens + made - 1)

@@ -4,7 +4,6 @@ from typing import Any, Final
 
 import msgspec
 
-from rollplane.config import WorkerSettings
 from rollplane.errors import InvalidRequest
 
 WORKER_EXTENSION: Final = "rollplane.engines.vllm.worker_extension.WorkerExtension"
@@ -17,55 +16,28 @@ _DEFAULTS: Final = (
 )
 """What we start vLLM with unless the caller says otherwise after `--`: argument's field, and the words."""
 
-OUR_OPTIONS: Final = ("allow_untested_vllm",)
-
 
 class VllmSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Settings of a vLLM engine.
 
     `model`: checkpoint directory. `served_model_name`: names it is served under, the first is its main one; the directory
-    where empty. `policy_version`: version of the first weights; the directory's name where None. `engine_args`: vLLM's own
-    engine arguments, as words. `isolate_by_version`: cached KV is scoped by policy version, so that an update need not
-    drop what kept requests hold; else an update makes them recompute. `allow_untested_vllm`: go on with a vLLM release
-    that was not tried.
+    where empty. `policy_version`: version of the first weights; the directory's name where None. `dtype`, `max_model_len`
+    (tokens), `max_num_seqs`, `seed`: vLLM's arguments of these names, its own defaults where None. `engine_args`: any other
+    of vLLM's engine arguments, as words; they win over the rest. `isolate_by_version`: cached KV is scoped by policy
+    version, so that an update need not drop what kept requests hold; else an update makes them recompute.
+    `allow_untested_vllm`: go on with a vLLM release that was not tried.
     """
 
     model: str
     served_model_name: tuple[str, ...] = ()
     policy_version: str | None = None
+    dtype: str | None = None
+    max_model_len: int | None = None
+    max_num_seqs: int | None = None
+    seed: int | None = None
     engine_args: tuple[str, ...] = ()
     isolate_by_version: bool = True
     allow_untested_vllm: bool = False
-
-
-def settings_of_worker(worker: WorkerSettings, engine_args: tuple[str, ...] = ()) -> VllmSettings:
-    """A vLLM engine's settings from a worker's; `engine_args` are the words after `--` and win over the worker's own.
-
-    Raises:
-        InvalidRequest: no model, or an engine option nobody knows.
-    """
-    if worker.model is None:
-        raise InvalidRequest("the vllm engine needs a model", param="worker.model")
-    unknown = sorted(set(worker.engine_option) - set(OUR_OPTIONS))
-    if unknown:
-        raise InvalidRequest(
-            f"engine_option {unknown[0]!r} is not one of the vllm engine's ({', '.join(OUR_OPTIONS)}); "
-            "vLLM's own engine arguments come after --",
-            param=f"worker.engine_option.{unknown[0]}",
-        )
-    words: list[str] = []
-    for name in ("dtype", "max_model_len", "max_num_seqs", "seed"):
-        value = getattr(worker, name)
-        if value is not None:
-            words += [f"--{name.replace('_', '-')}", str(value)]
-    return VllmSettings(
-        model=worker.model,
-        served_model_name=tuple(worker.served_model_name),
-        policy_version=worker.policy_version,
-        engine_args=(*words, *engine_args),
-        isolate_by_version=worker.isolate_by_version,
-        allow_untested_vllm=worker.engine_option.get("allow_untested_vllm", "false").lower() == "true",
-    )
 
 
 def engine_words(settings: VllmSettings, engine_fields: frozenset[str]) -> list[str]:
@@ -79,6 +51,9 @@ def engine_words(settings: VllmSettings, engine_fields: frozenset[str]) -> list[
         if field in engine_fields:
             words += default
     words += ["--worker-extension-cls", WORKER_EXTENSION]
+    for name in ("dtype", "max_model_len", "max_num_seqs", "seed"):
+        if (value := getattr(settings, name)) is not None:
+            words += [f"--{name.replace('_', '-')}", str(value)]
     return [*words, *settings.engine_args]
 
 
