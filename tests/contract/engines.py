@@ -1,20 +1,29 @@
-"""The engines that the contract suite holds to their promises: add a factory here, and every check runs on it.
-
-A factory gets an empty directory for checkpoints and adapters, and returns a `Subject` whose engine is not started. Its
-checkpoints must hold other weights than the engine starts with, and than each other.
-"""
+"""The engines that the contract suite holds to their promises: add a case here, and every check runs on it."""
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+from tests.contract.grpc_over_mock import GRPC_LACKS, make_grpc
 
 from rollplane.engines.mock.engine import MockEngine
 from rollplane.engines.mock.settings import MockSettings
 from rollplane.protocol.info import MoeShape
 from rollplane.testing import Subject
 
-Factory = Callable[[Path], Subject]
+
+@dataclass(frozen=True, kw_only=True)
+class EngineCase:
+    """An engine, and what it does not promise.
+
+    `make` gets an empty directory for checkpoints and adapters, and returns a `Subject` whose engine is not started. The
+    checkpoints hold other weights than the engine starts with, and than each other.
+    `lacks`: names of the checks that do not apply: one that stops applying is a lost promise, not a pass.
+    """
+
+    make: Callable[[Path], Subject]
+    lacks: frozenset[str] = frozenset()
 
 
 def mock_files(root: Path) -> tuple[list[str], list[str]]:
@@ -31,7 +40,7 @@ def mock_files(root: Path) -> tuple[list[str], list[str]]:
     return weights, adapters
 
 
-def make_mock(settings: MockSettings) -> Factory:
+def make_mock(settings: MockSettings) -> Callable[[Path], Subject]:
     def make(root: Path) -> Subject:
         weights, adapters = mock_files(root)
         return Subject(engine=MockEngine(settings), weights=weights, adapters=adapters)
@@ -40,12 +49,34 @@ def make_mock(settings: MockSettings) -> Factory:
 
 
 MOE = MoeShape(layers=3, top_k=4, num_experts=512)
+NO_SIDE_CHANNELS = frozenset({"masks_are_the_support", "routes_begin_where_asked"})
 
-ENGINES: dict[str, Factory] = {
-    "mock-instant": make_mock(MockSettings()),
-    "mock-paced": make_mock(MockSettings(step_s=0.001, prefill_tokens_per_s=2_000_000.0, vocab_tokens=1024)),
-    "mock-moe": make_mock(MockSettings(moe=MOE, sampling_mask=True, vocab_tokens=128, step_s=0.0005)),
-    "mock-bare": make_mock(
-        MockSettings(cache_blocks=0, max_adapters=0, features=(), max_num_seqs=4, step_per_sequence_s=0.0002)
+ENGINES: dict[str, EngineCase] = {
+    "mock-instant": EngineCase(
+        make=make_mock(MockSettings()),
+        # A unary request is done before an abort can reach it.
+        lacks=NO_SIDE_CHANNELS | {"an_aborted_unary_request_keeps_its_tokens"},
+    ),
+    "mock-paced": EngineCase(
+        make=make_mock(MockSettings(step_s=0.001, prefill_tokens_per_s=2_000_000.0, vocab_tokens=1024)),
+        lacks=NO_SIDE_CHANNELS,
+    ),
+    "mock-moe": EngineCase(
+        make=make_mock(MockSettings(moe=MOE, sampling_mask=True, vocab_tokens=128, step_s=0.0005)),
+    ),
+    "mock-bare": EngineCase(
+        make=make_mock(
+            MockSettings(cache_blocks=0, max_adapters=0, features=(), max_num_seqs=4, step_per_sequence_s=0.0003)
+        ),
+        lacks=NO_SIDE_CHANNELS
+        | {"salts_separate_caches", "kv_events_tell_what_is_cached", "adapters_load_serve_and_go"},
+    ),
+    "vllm-grpc-one-token": EngineCase(
+        make=make_grpc(mock_files, MockSettings(vocab_tokens=1024, step_s=0.001), tokens_per_message=1),
+        lacks=NO_SIDE_CHANNELS | GRPC_LACKS,
+    ),
+    "vllm-grpc-as-it-comes": EngineCase(
+        make=make_grpc(mock_files, MockSettings(vocab_tokens=1024, step_s=0.001), tokens_per_message=None),
+        lacks=NO_SIDE_CHANNELS | GRPC_LACKS,
     ),
 }

@@ -34,9 +34,10 @@ class FakeClock:
         return self._now
 
     def __repr__(self) -> str:
-        return f"<FakeClock {self._now:g} s, {len(self)} calls put off>"
+        return f"<FakeClock {self._now:g} s, {self.pending} calls put off>"
 
-    def __len__(self) -> int:
+    @property
+    def pending(self) -> int:
         """Calls put off."""
         return sum(not call.cancelled for _, _, call in self._calls)
 

@@ -1,7 +1,6 @@
 """The mock engine: every promise of `engines.base`, no model. For tests, for load, and for laptops without torch."""
 
 import asyncio
-import contextlib
 import itertools
 from collections import Counter
 from collections.abc import AsyncIterator
@@ -41,7 +40,7 @@ class MockEngine:
     def __init__(self, settings: MockSettings | None = None, *, clock: Clock | None = None) -> None:
         self.settings = settings or MockSettings()
         self.settings.check()
-        self._clock = clock or LoopClock()
+        self._clock = clock if clock is not None else LoopClock()
         self._core = Core(self.settings, self._clock, on_death=self._die)
         self._state: EngineState = "starting"
         self._reason: str | None = None
@@ -86,8 +85,9 @@ class MockEngine:
         if self._state != "failed":
             self._state, self._reason = "stopped", "the engine was closed"
         if grace_s > 0 and self._core.busy:
-            with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(self._core.idle(), grace_s)
+            deadline = self._clock.call_later(grace_s, self._core.release_waiters)
+            await self._core.idle()
+            deadline.cancel()
         self._core.fail_all(lambda live: EngineDied("the engine was closed"))
         self._state = "stopped"
         self._end_subscriptions()

@@ -51,6 +51,8 @@ class Sequence:
         for version, first in self.labels:
             if first is not None and first >= max(made, 1):
                 break
+            if out and out[-1][1] == first:
+                out.pop()
             if not out or out[-1][0] != version:
                 out.append((version, first))
         return out

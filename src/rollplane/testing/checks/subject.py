@@ -22,6 +22,8 @@ PATIENCE_S = 30.0
 """Longest wait for anything that has to happen."""
 LOGPROB_TOLERANCE = 1e-3
 """Nats by which two computations of one logprob may differ: batches of other sizes round otherwise."""
+STOP_S = 2.0
+"""How soon work stops that nobody waits for: a step of a large model, and a busy machine."""
 QUIET_S = 0.05
 """How long nothing may happen where nothing must."""
 
@@ -257,7 +259,7 @@ async def until_idle(engine: Engine) -> None:
                 return
             await asyncio.sleep(0.002)
 
-    await within(wait(), "the engine to stop working on a request that nobody reads", seconds=5.0)
+    await within(wait(), "the engine to stop working on a request that nobody reads", seconds=STOP_S)
 
 
 def ended(watch: Watch) -> bool:
