@@ -43,8 +43,6 @@ def disagreement(reference: EngineInfo, other: EngineInfo) -> str | None:
 def merge_infos(infos: Sequence[EngineInfo]) -> EngineInfo:
     """The facts of a fleet, from at least one worker's. Limits are the smallest, abilities those that all have."""
     first = infos[0]
-    if all(info == first for info in infos[1:]):
-        return first
     changes: dict[str, Any] = {name: _smallest([getattr(info, name) for info in infos]) for name in _SMALLEST}
     changes["aliases"] = _common([info.aliases for info in infos])
     for name in ("engine", "engine_version", "block_tokens"):

@@ -79,9 +79,13 @@ async def test_a_stream_never_moves_after_its_first_token() -> None:
     failing = MockSettings(faults=(Fault(kind="fail", after_tokens=2),))
     async with router_of(failing, MockSettings()) as (router, workers):
         seen = []
-        with pytest.raises(EngineFailed):
+
+        async def read() -> None:
             async for event in router.generate(make_request(max_tokens=5, stream=True)):
                 seen.append(event)
+
+        with pytest.raises(EngineFailed):
+            await read()
         assert sum(event.token_ids.size for event in seen if isinstance(event, ChoiceEvent)) == 2
         assert workers[1].mock.calls("generate") == 0
 
