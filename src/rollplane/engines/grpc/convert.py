@@ -20,7 +20,7 @@ from rollplane.identity import media_identity
 from rollplane.protocol.features import MediaItem
 from rollplane.protocol.info import EngineInfo
 from rollplane.protocol.request import ContentPart, GenerateRequest
-from rollplane.protocol.sampling import INT64_MAX, SamplingParams
+from rollplane.protocol.sampling import SamplingParams
 
 NO_TOP_K: Final = 2**32 - 1
 """On the wire 0 is the server's default, which a model's generation config may set; this is off."""
@@ -138,8 +138,6 @@ def child_ids(request_id: str, *, choices: int) -> list[str]:
 def _children(wire: pb.GenerateRequest, *, choices: int, seed: int | None) -> list[pb.GenerateRequest]:
     if choices == 1:
         return [wire]
-    if seed is not None and seed + choices - 1 > INT64_MAX:
-        _refuse("seed", f"is {seed}; with n = {choices} the last choice's seed (seed + n - 1) does not fit 64 bits")
     children = []
     for i, name in enumerate(child_ids(wire.request_id, choices=choices)):
         child = pb.GenerateRequest()
