@@ -325,13 +325,13 @@ class Fleet(Roster):
             finally:
                 # The operation's deadline or a cancellation ends the steps, never the settling.
                 await self._finish(asyncio.wait_for(update.settle(), SETTLE_S))
-                for member in members:
+                for member in update.members:
                     if member.state == "updating":
                         member.enter("fenced", "what it has could not be found out")
             report.pause_s = time.monotonic() - stopped
-        for member in members:
+        for member in self.members:  # also those that joined meanwhile, who are behind now
             self._review(member)
-        if update.outcome not in ("committed", "fenced") or not any(m.state == "current" for m in members):
+        if update.outcome not in ("committed", "fenced") or not any(m.state == "current" for m in update.members):
             raise update.failure()
         return report
 

@@ -86,7 +86,10 @@ class FleetUpdate:
             self.members, lambda m: m.worker.stage_weights(self.target.path, operation=self._named("stage"))
         )
         staged = {url: result for url, result in found.items() if isinstance(result, StagedWeights)}
-        errors = {url: error for url, error in found.items() if isinstance(error, RollplaneError)}
+        if staged:
+            # A worker that serves nothing now does not keep the others from an update: it stays where it is.
+            self.members = [m for m in self.members if m.url in staged or m.state == "current"]
+        errors = {m.url: error for m in self.members if isinstance(error := found[m.url], RollplaneError)}
         if errors:
             self.outcome = "refused"
             self._note(errors)

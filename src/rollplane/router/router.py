@@ -34,6 +34,9 @@ from rollplane.router.held import abort_events
 from rollplane.router.policies import Policy, make_policy
 from rollplane.router.worker import RoutedWorker
 
+HASHED_IN_PLACE_BYTES: Final = 256 * 1024
+"""Media above this are hashed off the event loop: hashing costs about a millisecond per megabyte."""
+
 RECHECK_S: Final = 1.0
 """A held request looks again this often even where nothing was told: circuits close by time."""
 
@@ -192,13 +195,16 @@ class Router:
             DeadlineExceeded: its own deadline passed.
             Unavailable: nobody could serve within the hold limit.
         """
-        identify(request.features)
         return self._live.generate(request)
 
     async def routed(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
         """Serve a request that owns its id: check, choose, send, move on."""
         deadline_s = request.options.deadline_s
         ends = None if deadline_s is None else time.monotonic() + deadline_s
+        if sum(len(item.kwargs or b"") for item in request.features or ()) > HASHED_IN_PLACE_BYTES:
+            await asyncio.to_thread(identify, request.features)
+        else:
+            identify(request.features)
         await self._until_known(ends)
         check_request(request, self.info)
         placement = self._placed[request.request_id] = _Placement()

@@ -239,3 +239,33 @@ async def test_records_show_why_a_worker_takes_no_requests() -> None:
         assert records[1].error is not None
         assert (records[1].model, records[1].world_size, records[1].state) == ("mock", 1, "failed")
         assert Member(LocalWorker("http://new")).reason == "not reached yet"
+
+
+async def test_a_fenced_worker_that_cannot_stage_does_not_keep_the_others_from_an_update(tmp_path: Path) -> None:
+    dying = MockSettings(faults=(Fault(kind="die", operation="apply_weights"),))
+    async with fleet_of(MockSettings(), dying) as (fleet, _):
+        await fleet.update_from_disk(weights(tmp_path, "v1"), on_failure="fence")
+        assert [member.state for member in fleet.members] == ["current", "fenced"]
+        await fleet.update_from_disk(weights(tmp_path, "v2"))
+        assert await fleet.policy_version() == "v2"
+        assert [member.state for member in fleet.members] == ["current", "fenced"]
+
+
+async def test_a_worker_that_joins_during_an_update_takes_no_request_before_it_is_current(tmp_path: Path) -> None:
+    async with fleet_of(MockSettings()) as (fleet, (worker,)):
+        worker.gates["update"] = asyncio.Event()
+        update = asyncio.create_task(fleet.update_from_disk(weights(tmp_path, "v1")))
+        await until(lambda: worker.operations and worker.operations[-1][0] == "update")
+        late = LocalWorker("http://late")
+        late.gates["update"] = asyncio.Event()
+        await late.start()
+        member = fleet.add(late)
+        assert fleet.held_for is not None
+        worker.gates["update"].set()
+        await update
+        assert (member.state, member.routable) == ("joining", False)
+        late.gates["update"].set()
+        async with asyncio.timeout(10):
+            while not member.routable:
+                await fleet.changed.wait()
+        assert late.worker.version == "v1"
