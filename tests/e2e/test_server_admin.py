@@ -7,7 +7,9 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 from tests.e2e.server_support import Served, eventually, serving, write_keys
 
 from rollplane.client.admin import AdminClient
@@ -29,9 +31,11 @@ def checkpoint(directory: Path, content: str) -> str:
 
 def adapter(directory: Path, content: str) -> str:
     directory.mkdir(parents=True)
-    header = json.dumps({"__metadata__": {"content": content}}).encode()
-    (directory / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4}')
-    (directory / "adapter_model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+    (directory / "adapter_config.json").write_text('{"peft_type": "LORA", "r": 4, "target_modules": ["q_proj"]}')
+    seed = int.from_bytes(content.encode(), "little") % 2**31
+    low = np.random.default_rng(seed).normal(size=(4, 8)).astype(np.float32)
+    name = "base_model.model.model.layers.0.self_attn.q_proj.lora_{}.weight"
+    save_file({name.format("A"): low, name.format("B"): low.T.copy()}, directory / "adapter_model.safetensors")
     return str(directory)
 
 
@@ -93,7 +97,7 @@ async def test_the_calls_of_prime_rl_in_their_order(worker: Served, tmp_path: Pa
         status, record = await call(worker, "/load_lora_adapter", {"lora_name": "policy", "lora_path": path})
         assert (status, record["lora_name"], record["generation"]) == (200, "policy", step + 1)
     assert (await call(worker, "/weight_info", method="GET"))[1] == {"weight_version": "step_2"}
-    assert (await call(worker, "/get_world_size", method="GET", json={}))[1] == {"world_size": 1}
+    assert (await call(worker, "/get_world_size", {}, method="GET"))[1] == {"world_size": 1}
     assert (await call(worker, "/v1/unload_lora_adapter", {"lora_name": "policy"}))[0] == 200
 
 

@@ -1,0 +1,105 @@
+"""Bodies within limits, and work that ends with its caller."""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import pytest
+
+from rollplane.errors import Cancelled, InvalidRequest, PayloadTooLarge, Unavailable
+from rollplane.server.watch import read_body, run_watched
+
+Messages = list[dict[str, Any]]
+
+
+def receiver(messages: Messages) -> Callable[[], Awaitable[dict[str, Any]]]:
+    """Gives the messages, then nothing more."""
+    left = list(messages)
+
+    async def receive() -> dict[str, Any]:
+        if not left:
+            await asyncio.Event().wait()
+        return left.pop(0)
+
+    return receive
+
+
+def part(body: bytes, *, more: bool = True) -> dict[str, Any]:
+    return {"type": "http.request", "body": body, "more_body": more}
+
+
+HANG_UP = {"type": "http.disconnect"}
+
+
+async def read(messages: Messages, *, limit: int = 10, declared: str | None = None, timeout_s: float = 5.0) -> bytes:
+    return await read_body(receiver(messages), limit_bytes=limit, declared=declared, timeout_s=timeout_s)
+
+
+async def test_a_body_is_its_parts_joined() -> None:
+    assert await read([part(b"ab"), part(b""), part(b"cd", more=False)]) == b"abcd"
+
+
+async def test_a_body_at_the_limit_passes_and_one_byte_more_does_not() -> None:
+    assert len(await read([part(b"x" * 10, more=False)])) == 10
+    with pytest.raises(PayloadTooLarge, match="10 bytes"):
+        await read([part(b"x" * 6), part(b"x" * 5)])
+
+
+async def test_a_declared_length_over_the_limit_is_refused_unread() -> None:
+    with pytest.raises(PayloadTooLarge, match="has 11 bytes, the limit is 10"):
+        await read([], declared="11")
+
+
+async def test_hanging_up_inside_the_body_is_seen() -> None:
+    with pytest.raises(Cancelled):
+        await read([part(b"x"), HANG_UP])
+
+
+async def test_a_body_that_never_ends_is_given_up() -> None:
+    with pytest.raises(Unavailable, match="did not arrive"):
+        await read([part(b"x")], timeout_s=0.01)
+
+
+async def test_watched_work_gives_its_result_and_its_error() -> None:
+    async def good() -> int:
+        return 7
+
+    async def bad() -> int:
+        raise InvalidRequest("no")
+
+    assert await run_watched(good(), receiver([])) == 7
+    with pytest.raises(InvalidRequest):
+        await run_watched(bad(), receiver([]))
+
+
+async def test_hanging_up_cancels_the_work_and_waits_for_its_clean_up() -> None:
+    cleaned = []
+
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            await asyncio.sleep(0)
+            cleaned.append(True)
+
+    with pytest.raises(Cancelled):
+        await run_watched(work(), receiver([HANG_UP]))
+    assert cleaned == [True]
+
+
+async def test_cancelling_the_watcher_cancels_the_work() -> None:
+    started, cleaned = asyncio.Event(), []
+
+    async def work() -> None:
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cleaned.append(True)
+
+    watcher = asyncio.create_task(run_watched(work(), receiver([])))
+    await started.wait()
+    watcher.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await watcher
+    assert cleaned == [True]
