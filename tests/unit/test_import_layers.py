@@ -20,6 +20,7 @@ ALLOWED = {
         "rollplane.client.replay_torch",
         "rollplane.client.weights",
         "rollplane.demo",
+        "rollplane.engines.collective",
         "rollplane.engines.embedded",
         "rollplane.engines.vllm",
     ),

@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from typing import Any, Protocol, runtime_checkable
 
 from rollplane.protocol.admin import FlushReport, PauseMode, PauseReport, ResumeReport, StagedWeights
+from rollplane.protocol.broadcast import Manifest, TransferGroup
 from rollplane.protocol.events import Event
 from rollplane.protocol.info import EngineHealth, EngineInfo
 from rollplane.protocol.request import GenerateRequest
@@ -105,6 +106,36 @@ class WeightReceiver(Protocol):
 
         `preempt`: running requests give theirs up too and recompute. `reset` is False when something was held.
         """
+        ...
+
+
+@runtime_checkable
+class BroadcastReceiver(Protocol):
+    """An engine that takes weights from a trainer's collective broadcast into memory of their own.
+
+    What it received goes into place by `WeightReceiver.apply_weights`, like a staged checkpoint; the model is untouched
+    until then. `rl.broadcast.BroadcastControl` is the caller: one group at a time, one receive at a time.
+    """
+
+    async def join_group(self, group: TransferGroup, *, deadline_s: float) -> None:
+        """Join with all ranks of this engine; returns when every rank of the group is there.
+
+        Raises:
+            InvalidRequest: a backend that does not work here. DeadlineExceeded, EngineFailed: not all came; nothing is left.
+        """
+        ...
+
+    async def receive_weights(self, manifest: Manifest, *, deadline_s: float) -> StagedWeights:
+        """Check the manifest against the model, then receive every bucket; generation goes on.
+
+        Raises:
+            InvalidRequest: unknown or missing tensors, other shapes or dtypes; nothing was received, the group stands.
+            DeadlineExceeded, EngineFailed: the trainer is gone or late; the group is broken and must be left.
+        """
+        ...
+
+    async def leave_group(self) -> None:
+        """Leave; a receive under way ends with EngineFailed. Without a group nothing happens."""
         ...
 
 

@@ -1,6 +1,6 @@
 """The embedded engine: plain Transformers models on a CPU, exact and with every side channel, for laptops and CI.
 
-It is an `Engine`, a `WeightReceiver` and an `AdapterHost`. The step loop runs in one thread of its own; nothing here
+It is an `Engine`, a `WeightReceiver`, a `BroadcastReceiver` and an `AdapterHost`. The step loop runs in one thread of its own; nothing here
 blocks the event loop. A unary request costs one message per choice.
 """
 
@@ -15,6 +15,8 @@ from pathlib import Path
 from typing import Final
 
 from rollplane.admission import check_request
+from rollplane.engines.collective import backends
+from rollplane.engines.embedded.broadcast import Receiver
 from rollplane.engines.embedded.convert import SAMPLING_FIELDS, to_generation
 from rollplane.engines.embedded.core import Core, CoreSettings
 from rollplane.engines.embedded.model import CausalModel, load_model
@@ -25,6 +27,7 @@ from rollplane.engines.embedded.stops import load_tokenizer
 from rollplane.engines.embedded.weights import LoadedCheckpoint
 from rollplane.errors import Conflict, EngineDied, EngineFailed, RollplaneError
 from rollplane.protocol.admin import FlushReport, PauseMode, PauseReport, ResumeReport, StagedWeights
+from rollplane.protocol.broadcast import Manifest, TransferGroup
 from rollplane.protocol.events import ChoiceEvent, EndEvent, Event, FinishReason, PromptEvent, ServedBy
 from rollplane.protocol.info import Capabilities, EngineHealth, EngineInfo, EngineState, LoraCapability, MoeShape
 from rollplane.protocol.request import GenerateRequest
@@ -62,6 +65,7 @@ class EmbeddedEngine:
         self._core: Core | None = None
         self._thread = StepThread(self._build, deliver=self._deliver, died=self._died)
         self._live: dict[str, _Live] = {}
+        self._receiver = Receiver()
         self._empty = asyncio.Event()
         self._empty.set()
         self._keys = itertools.count()
@@ -102,6 +106,7 @@ class EmbeddedEngine:
                     await self._empty.wait()
         for live in self._live.values():
             live.fail(EngineDied("the embedded engine was closed"))
+        await self._receiver.leave()
         await self._thread.stop()
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Event]:
@@ -266,6 +271,28 @@ class EmbeddedEngine:
 
         return await self._thread.call(run)
 
+    # BroadcastReceiver -----------------------------------------------------------------------------------------------
+
+    async def join_group(self, group: TransferGroup, *, deadline_s: float) -> None:
+        """Join a trainer's group; see `BroadcastReceiver.join_group`."""
+        self._serving()
+        await self._receiver.join(group, deadline_s=deadline_s)
+
+    async def receive_weights(self, manifest: Manifest, *, deadline_s: float) -> StagedWeights:
+        """Receive into memory of their own while generation goes on; see `BroadcastReceiver.receive_weights`."""
+        checkpoint = await self._receiver.receive(manifest, self._serving().layout, deadline_s=deadline_s)
+        return StagedWeights(
+            path=str(checkpoint.path),
+            digest=checkpoint.digest,
+            tensors=len(checkpoint.tensors),
+            bytes=checkpoint.bytes,
+            handle=checkpoint,
+        )
+
+    async def leave_group(self) -> None:
+        """Leave the group; see `BroadcastReceiver.leave_group`."""
+        await self._receiver.leave()
+
     # AdapterHost -----------------------------------------------------------------------------------------------------
 
     async def load_adapter(self, engine_name: str, path: str) -> None:
@@ -351,7 +378,7 @@ class EmbeddedEngine:
                 prompt_logprobs=True,
                 stop_strings=core.tokenizer is not None,
                 priority=True,
-                weight_transfer=["disk"],
+                weight_transfer=["disk", *backends()],
                 lora=LoraCapability(max=settings.max_loras, rank=settings.max_lora_rank)
                 if settings.max_loras
                 else None,

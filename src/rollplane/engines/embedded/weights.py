@@ -6,7 +6,7 @@ tensor on disk to a view of the parameter that holds it, so that copying needs n
 
 import hashlib
 import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -18,7 +18,7 @@ from torch import Tensor
 from rollplane.engines.embedded.model import CausalModel
 from rollplane.errors import InvalidRequest, NotFound
 
-_READABLE = (torch.float32, torch.bfloat16, torch.float16)
+_READABLE = ("float32", "bfloat16", "float16")
 """Floating dtypes that a checkpoint may have; they become the engine's dtype, as when a model is first loaded."""
 
 _NAMED = 8
@@ -102,19 +102,34 @@ class CheckpointLayout:
         Raises:
             InvalidRequest: naming the tensors that are not.
         """
-        unknown = sorted(set(tensors) - set(self.targets) - set(self.tied))
-        missing = sorted(set(self.targets) - set(tensors))
+        self.check_specs({name: (list(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()})
+        self.check_tied(tensors)
+
+    def check_specs(self, specs: Mapping[str, tuple[Sequence[int], str]]) -> None:
+        """Whether names, shapes and dtypes (by torch's names) are exactly this model's; before any value is there.
+
+        Raises:
+            InvalidRequest: naming the tensors that are not.
+        """
+        unknown = sorted(set(specs) - set(self.targets) - set(self.tied))
+        missing = sorted(set(self.targets) - set(specs))
         if unknown or missing:
             said = [f"{what} {_list(names)}" for what, names in (("unknown", unknown), ("missing", missing)) if names]
             raise InvalidRequest(f"the checkpoint's tensors are not this model's: {'; '.join(said)}")
-        for name, tensor in tensors.items():
+        for name, (shape, dtype) in specs.items():
             target = self.targets.get(self.tied.get(name, name))
-            if target is None or tensor.shape != target.shape:
+            if target is None or list(shape) != list(target.shape):
                 wanted = "?" if target is None else list(target.shape)
-                raise InvalidRequest(f"tensor {name} has shape {list(tensor.shape)}, the model's has {wanted}")
-            if tensor.dtype not in _READABLE:
-                kinds = ", ".join(str(d).removeprefix("torch.") for d in _READABLE)
-                raise InvalidRequest(f"tensor {name} has dtype {tensor.dtype}; readable are {kinds}")
+                raise InvalidRequest(f"tensor {name} has shape {list(shape)}, the model's has {wanted}")
+            if dtype not in _READABLE:
+                raise InvalidRequest(f"tensor {name} has dtype {dtype}; readable are {', '.join(_READABLE)}")
+
+    def check_tied(self, tensors: Mapping[str, Tensor]) -> None:
+        """Whether tensors that this model ties are equal.
+
+        Raises:
+            InvalidRequest: naming the pair that is not.
+        """
         for name, embedding in self.tied.items():
             if name in tensors and not torch.equal(tensors[name], tensors[embedding]):
                 raise InvalidRequest(f"tensor {name} differs from {embedding}, but this model ties them")
