@@ -28,6 +28,7 @@ from rollplane.protocol.admin import (
 )
 from rollplane.protocol.versions import check_version_name
 from rollplane.rl.base import OnFailure, Operation
+from rollplane.rl.control_record import RecordFile
 from rollplane.rl.fleet_records import record_of
 from rollplane.rl.fleet_update import SETTLE_S, Checkpoint, FleetUpdate, every
 from rollplane.rl.members import Member
@@ -45,11 +46,17 @@ class Fleet(Roster):
     """The workers of one model; a `PolicyAdmin`.
 
     Args:
-        epoch: of this control owner; workers refuse commands of an older one. None: seconds since 1970.
+        settings, epoch, record: see `Roster`.
     """
 
-    def __init__(self, *, settings: FleetSettings | None = None, epoch: int | None = None) -> None:
-        super().__init__(settings=settings, epoch=epoch)
+    def __init__(
+        self,
+        *,
+        settings: FleetSettings | None = None,
+        epoch: int | None = None,
+        record: RecordFile | None = None,
+    ) -> None:
+        super().__init__(settings=settings, epoch=epoch, record=record)
         self._operations = Operations()
         self._failures: OrderedDict[str, str] = OrderedDict()
 
@@ -82,6 +89,7 @@ class Fleet(Roster):
                     await every(mine, lambda m: m.worker.resume())
                 else:
                     self.paused = True
+                    await self._keep()
                 await self._refresh(members)
             self._raise_failures(results, what="paused")
         cleared = [report.cleared for report in reports.values()]
@@ -107,6 +115,7 @@ class Fleet(Roster):
                 raise Unavailable(f"no worker is at the fleet's version: {self._why()}", retry_after_s=None)
             results = await every(members, lambda m: m.worker.resume())
             self.paused = False
+            await self._keep()
             await self._refresh(members)
             self._tell()
             self._raise_failures(results, what="resumed")
@@ -183,6 +192,7 @@ class Fleet(Roster):
                 if self.checkpoint is not None:
                     self.checkpoint = msgspec.structs.replace(self.checkpoint, version=version)
                 self._advance(version)
+                await self._keep()
                 await self._refresh(members)
             self._raise_failures(results, what="relabelled")
 
@@ -237,6 +247,7 @@ class Fleet(Roster):
             async with self._lock:
                 members = self._reached()
                 self.adapter_paths.pop(name, None)
+                await self._keep()
                 results = await every(members, lambda m: m.worker.unload_adapter(name, operation=inner))
                 await self._refresh(members)
                 records = [r for r in results.values() if isinstance(r, AdapterRecord)]
@@ -313,21 +324,29 @@ class Fleet(Roster):
         )
         if update.done_already():
             report.applied = False
-            self.checkpoint = update.target
+            if self.checkpoint != update.target:
+                self.checkpoint = update.target
+                await self._keep()
             return report
         with self._gate("policy update"):
             stopped = time.monotonic()
+            # Kept before anything is paused: an owner that ends in the middle leaves no worker paused for good.
+            self.left_paused |= {m.url for m in update.members if m.paused_here or not _is_paused(m)}
+            await self._keep()
             try:
                 await update.apply()
                 if update.outcome in ("committed", "fenced"):
                     self.checkpoint = update.target
                     self._advance(target.version)
+                    await self._keep()
             finally:
                 # The operation's deadline or a cancellation ends the steps, never the settling.
                 await self._finish(asyncio.wait_for(update.settle(), SETTLE_S))
                 for member in update.members:
                     if member.state == "updating":
                         member.enter("fenced", "what it has could not be found out")
+                self.left_paused = {m.url for m in self.members if m.paused_here}
+            await self._keep()
             report.pause_s = time.monotonic() - stopped
         for member in self.members:  # also those that joined meanwhile, who are behind now
             self._review(member)
@@ -367,6 +386,7 @@ class Fleet(Roster):
                     await every(done, lambda m: m.worker.load_adapter(name, back))
             else:
                 self.adapter_paths[name] = path
+                await self._keep()
             await self._refresh(members)
         finally:
             self.changing_adapters.discard(name)
@@ -410,3 +430,7 @@ class Fleet(Roster):
                 + "; ".join(f"{url}: {said}" for url, said in errors.items()),
                 details={"workers": errors},
             )
+
+
+def _is_paused(member: Member) -> bool:
+    return member.worker.state is not None and member.worker.state.paused

@@ -16,6 +16,7 @@ import msgspec
 from rollplane.errors import Conflict, RollplaneError, Unavailable
 from rollplane.protocol.info import EngineInfo
 from rollplane.rl.base import Operation
+from rollplane.rl.control_record import MAX_VERSIONS, ControlRecord, RecordFile
 from rollplane.rl.facts import disagreement, merge_infos
 from rollplane.rl.fleet_update import Checkpoint
 from rollplane.rl.members import FleetWorker, Member
@@ -40,11 +41,23 @@ class Roster:
 
     Args:
         epoch: of this control owner; workers refuse commands of an older one. None: seconds since 1970.
+        record: what outlives this process; the epoch is at least one above the one in it. None: nothing does.
+
+    Raises:
+        Conflict: another process owns the record.
     """
 
-    def __init__(self, *, settings: FleetSettings | None = None, epoch: int | None = None) -> None:
+    def __init__(
+        self,
+        *,
+        settings: FleetSettings | None = None,
+        epoch: int | None = None,
+        record: RecordFile | None = None,
+    ) -> None:
         self.settings = settings or FleetSettings()
-        self.epoch = int(time.time()) if epoch is None else epoch
+        before = None if record is None else record.open()
+        now = int(time.time()) if epoch is None else epoch
+        self.epoch = now if before is None else max(now, before.epoch + 1)
         self.sequence: VersionSequence | None = None
         """Order of the versions seen or set; None until the first worker was reached."""
         self.checkpoint: Checkpoint | None = None
@@ -52,16 +65,27 @@ class Roster:
         self.adapter_paths: dict[str, str] = {}
         self.changing_adapters: set[str] = set()
         """Adapter names that workers disagree about for the moment: requests for them wait."""
-        self._members: dict[str, Member] = {}
-        self._lock = asyncio.Lock()
         self.paused = False
         """Paused as a whole: nothing is placed until `resume`, also on workers that join meanwhile."""
+        self.left_paused: set[str] = set()
+        """Addresses of workers that an update paused and has not resumed."""
+        self._versions: list[str] = []
+        self._record = record
+        self._members: dict[str, Member] = {}
+        self._lock = asyncio.Lock()
         self._closed_gates: list[str] = []
         self._changed = asyncio.Event()
         self._catching_up: dict[str, asyncio.Task[None]] = {}
         self._retries: dict[str, asyncio.TimerHandle] = {}
         self._merged: tuple[list[EngineInfo], EngineInfo] | None = None
         self._closing: set[asyncio.Task[None]] = set()
+        if before is not None:
+            self.checkpoint, self.paused = before.checkpoint, before.paused
+            self.adapter_paths, self.left_paused = dict(before.adapters), set(before.left_paused)
+            for version in before.versions:
+                self._advance(version)
+        if record is not None:
+            record.write(self._to_keep())
 
     # -- what the router reads -------------------------------------------------------------------------------------
 
@@ -114,6 +138,7 @@ class Roster:
         if worker.url in self._members:
             raise Conflict(f"worker {worker.url} is a member already")
         member = Member(worker)
+        member.paused_here = worker.url in self.left_paused
         self._members[worker.url] = member
         worker.follow(lambda: self._review(member))
         self._tell()
@@ -147,6 +172,8 @@ class Roster:
             self.remove(url)
         if self._closing:
             await asyncio.wait(self._closing)
+        if self._record is not None:
+            self._record.close()
 
     # -- events ----------------------------------------------------------------------------------------------------
 
@@ -160,8 +187,8 @@ class Roster:
         if member.instance != heard.instance:
             if member.instance is not None:
                 member.worker.drop_requests(f"worker {member.url} was restarted")
+                member.paused_here = False
             member.instance = heard.instance
-            member.paused_here = False
             if member.state != "joining":
                 member.enter("joining", "restarted")
         other = next((m for m in self._members.values() if m is not member and m.state == "current"), None)
@@ -192,7 +219,7 @@ class Roster:
         heard = member.worker.state
         if heard is None or not member.worker.reachable:
             return member.state == "current"  # as it was; `routable` is False while it cannot be reached
-        if heard.health.state == "failed":
+        if heard.health.state == "failed" or (member.paused_here and heard.paused):
             return False
         loaded = {record.name for record in heard.adapters if record.state == "ready"}
         if not self.adapter_paths.keys() <= loaded:
@@ -225,6 +252,10 @@ class Roster:
                 for name, path in self.adapter_paths.items():
                     if loaded.get(name) != path:
                         await member.worker.load_adapter(name, path, operation=operation)
+                if member.paused_here:
+                    if not self.paused:
+                        await member.worker.resume()
+                    member.paused_here = False
                 await member.worker.refresh()
         except (RollplaneError, TimeoutError) as error:
             member.reason = f"could not be brought to {self.version!r}: {error}"
@@ -273,6 +304,9 @@ class Roster:
             self._advance(version)
 
     def _advance(self, version: str) -> None:
+        if version in self._versions:
+            self._versions.remove(version)
+        self._versions = [*self._versions, version][-MAX_VERSIONS:]
         if self.sequence is None:
             self.sequence = VersionSequence(version)
         else:
@@ -280,6 +314,25 @@ class Roster:
 
     def _why(self) -> str:
         return "; ".join(repr(member) for member in self._members.values()) or "there are no workers"
+
+    def _to_keep(self) -> ControlRecord:
+        return ControlRecord(
+            epoch=self.epoch,
+            checkpoint=self.checkpoint,
+            versions=self._versions,
+            adapters=self.adapter_paths,
+            paused=self.paused,
+            left_paused=sorted(self.left_paused),
+        )
+
+    async def _keep(self) -> None:
+        """Write the record, where there is one.
+
+        Raises:
+            Unavailable: it could not be written.
+        """
+        if self._record is not None:
+            await asyncio.to_thread(self._record.write, self._to_keep())
 
     @contextlib.contextmanager
     def _gate(self, why: str) -> Iterator[None]:
