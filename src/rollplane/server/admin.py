@@ -1,4 +1,4 @@
-"""Administration under its own names: `POST /engine/<route>`, `GET /v1/rl/workers`, `/v1/rl/policy`.
+"""Administration under its own names: `POST /engine/<route>`, `GET /v1/rl/workers`, `POST /v1/rl/policy`.
 
 On a worker these act on that worker, on a frontend on the whole fleet. Bodies are typed and refuse unknown fields; every answer says
 `status`, and the HTTP status says the same.
@@ -25,6 +25,8 @@ from rollplane.rl.base import OnFailure
 from rollplane.server.admin_calls import (
     Empty,
     OperationBody,
+    Text,
+    VersionName,
     admin_of,
     allowed_directory,
     audited,
@@ -55,7 +57,7 @@ class FlushBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class AbortBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Which request to end with finish reason `abort`."""
 
-    request_id: str
+    request_id: Text
 
 
 class AbortReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -67,7 +69,7 @@ class AbortReport(msgspec.Struct, frozen=True, kw_only=True):
 class VersionBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A policy version's name."""
 
-    weight_version: str
+    weight_version: VersionName
 
 
 class VersionReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -79,8 +81,8 @@ class VersionReport(msgspec.Struct, frozen=True, kw_only=True):
 class StageBody(OperationBody, frozen=True, kw_only=True):
     """A checkpoint directory to read and check; `weight_version` may already be named and is not used."""
 
-    model_path: str
-    weight_version: str | None = None
+    model_path: Text
+    weight_version: VersionName | None = None
 
 
 class StageReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -95,31 +97,31 @@ class StageReport(msgspec.Struct, frozen=True, kw_only=True):
 class UpdateBody(OperationBody, frozen=True, kw_only=True):
     """A checkpoint directory to serve from now on; see `PolicyAdmin.update_from_disk`."""
 
-    model_path: str
-    weight_version: str | None = None
+    model_path: Text
+    weight_version: VersionName | None = None
     mode: PauseMode = "keep"
     clear_cache: bool = False
     on_failure: OnFailure = "rollback"
-    expected_digest: str | None = None
+    expected_digest: Text | None = None
 
 
 class LoraSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Where an adapter's files are: an absolute path or a `file://` URI."""
 
-    uri: str
+    uri: Text
 
 
 class LoadLoraBody(OperationBody, frozen=True, kw_only=True):
     """An adapter to load as the next generation of its name."""
 
-    lora_name: str
+    lora_name: Text
     source: LoraSource
 
 
 class UnloadLoraBody(OperationBody, frozen=True, kw_only=True):
     """An adapter name to drop."""
 
-    lora_name: str
+    lora_name: Text
 
 
 class AdapterList(msgspec.Struct, frozen=True, kw_only=True):
@@ -331,11 +333,6 @@ def steps_of(service: Service, operation_id: str) -> dict[str, str]:
     return said
 
 
-async def get_policy(request: Request) -> Response:
-    """The version that makes tokens, the same on every worker."""
-    return json_response(await get_version(request.app.state.service, Empty()))
-
-
 async def post_policy(request: Request) -> Response:
     """Update the policy on every worker or on none."""
     service: Service = request.app.state.service
@@ -399,13 +396,6 @@ def engine_routes() -> list[ApiRoute]:
             methods=["GET"],
             access="admin",
             doc=Doc(summary="What became of an operation", tag="discovery", answer=OperationReport, errors=(404,)),
-        ),
-        ApiRoute(
-            "/v1/rl/policy",
-            get_policy,
-            methods=["GET"],
-            access="admin",
-            doc=Doc(summary="The policy version", tag="discovery", answer=VersionReport, errors=(404, 409, 502, 503)),
         ),
         ApiRoute(
             "/v1/rl/policy",

@@ -3,16 +3,18 @@
 import asyncio
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any, TypeVar
+from typing import Annotated, Any, TypeVar
 
 import msgspec
 import structlog
+from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
 from rollplane.errors import InvalidRequest, NotFound, RollplaneError, Unavailable, UnsupportedMedia
 from rollplane.protocol.arrays import enc_hook
 from rollplane.protocol.sampling import invalid_from_msgspec
+from rollplane.protocol.versions import MAX_VERSION_CHARS
 from rollplane.rl.base import Operation, PolicyAdmin
 from rollplane.server.error_responses import as_rollplane_error, error_response, json_response
 from rollplane.server.paths import check_directory
@@ -20,6 +22,9 @@ from rollplane.server.service import Service
 from rollplane.server.watch import read_body
 
 MAX_ADMIN_BODY_BYTES = 1 << 20
+Text = Annotated[str, Meta(min_length=1, max_length=4096)]
+"""A name, an id or a path in an administration body."""
+VersionName = Annotated[str, Meta(min_length=1, max_length=MAX_VERSION_CHARS)]
 Body = TypeVar("Body", bound=msgspec.Struct)
 Call = Callable[[Service, Any], Awaitable[Any]]
 
@@ -33,10 +38,10 @@ class Empty(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 class OperationBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Fields that make an operation safe to ask for again; see `rl.base.Operation`."""
 
-    operation_id: str | None = None
-    step: int = 0
-    epoch: int | None = None
-    deadline_s: float | None = None
+    operation_id: Text | None = None
+    step: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
+    epoch: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    deadline_s: Annotated[float, Meta(gt=0, le=86_400)] | None = None
 
     def operation(self) -> Operation | None:
         """The operation, None where the caller named none."""

@@ -43,7 +43,7 @@ def create_app(service: Service) -> Starlette:
     )
     app.router.redirect_slashes = False  # a redirected POST loses its body, and `//health` is not `/health`
     app.state.service = service
-    app.state.openapi = describe(routes, title=f"Rollplane {service.role}")
+    app.state.openapi = describe(routes, title=f"Rollplane {service.role}", keyed=not service.keys.open)
     return app
 
 

@@ -28,6 +28,8 @@ from rollplane.server.admin import (
 from rollplane.server.admin_calls import (
     Empty,
     OperationBody,
+    Text,
+    VersionName,
     admin_of,
     allowed_directory,
     audited,
@@ -48,30 +50,30 @@ NO_BROADCAST: Final = (
 class UpdateWeightsBody(OperationBody, frozen=True, kw_only=True):
     """prime-rl's `weight_dir` (null: its NIXL transfer) or vLLM's `update_info`; exactly one."""
 
-    weight_dir: str | None = None
+    weight_dir: Text | None = None
     update_info: dict[str, Any] | None = None
-    weight_version: str | None = None
+    weight_version: VersionName | None = None
 
 
 class LoadAdapterBody(OperationBody, frozen=True, kw_only=True):
     """An adapter's name and directory. `load_inplace` is taken and changes nothing: a load is always a new generation."""
 
-    lora_name: str
-    lora_path: str
+    lora_name: Text
+    lora_path: Text
     load_inplace: bool | None = None
 
 
 class UnloadAdapterBody(OperationBody, frozen=True, kw_only=True):
     """An adapter's name."""
 
-    lora_name: str
+    lora_name: Text
     lora_int_id: int | None = None
 
 
 class NewVersionBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A policy version's name."""
 
-    new_version: str
+    new_version: VersionName
 
 
 class ResetBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -83,7 +85,7 @@ class ResetBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class AbortManyBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Ids of requests, as the callers sent them."""
 
-    request_ids: list[str]
+    request_ids: list[Text]
 
 
 async def pause_(request: Request) -> Response:

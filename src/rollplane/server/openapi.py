@@ -33,8 +33,8 @@ _REASONS = {
 }
 
 
-def describe(routes: Sequence[ApiRoute], *, title: str) -> dict[str, Any]:
-    """The OpenAPI document of a route table."""
+def describe(routes: Sequence[ApiRoute], *, title: str, keyed: bool = True) -> dict[str, Any]:
+    """The OpenAPI document of a route table; `keyed`: the server asks for keys."""
     shown = [route for route in routes if not route.doc.hidden]
     kinds = {kind for route in shown for kind in (route.doc.body, route.doc.answer) if kind is not None}
     ordered = sorted({*kinds, ErrorBody}, key=lambda kind: kind.__name__)
@@ -44,7 +44,7 @@ def describe(routes: Sequence[ApiRoute], *, title: str) -> dict[str, Any]:
     for route in shown:
         path = route.path.replace(":path}", "}")
         for method in sorted(set(route.methods or ()) - {"HEAD"}):
-            paths.setdefault(path, {})[method.lower()] = _operation(route, method, refs)
+            paths.setdefault(path, {})[method.lower()] = _operation(route, method, refs, keyed=keyed)
     return {
         "openapi": "3.1.0",
         "info": {"title": title, "version": rollplane.__version__, "description": "Token ids in, token ids out."},
@@ -56,7 +56,7 @@ def describe(routes: Sequence[ApiRoute], *, title: str) -> dict[str, Any]:
     }
 
 
-def _operation(route: ApiRoute, method: str, refs: dict[Any, dict[str, Any]]) -> dict[str, Any]:
+def _operation(route: ApiRoute, method: str, refs: dict[Any, dict[str, Any]], *, keyed: bool) -> dict[str, Any]:
     doc = route.doc
     error = {"application/json": {"schema": refs[ErrorBody]}}
     own = {"application/json": {"schema": refs[doc.answer]}} if doc.answer is not None else {doc.answer_type: {}}
@@ -64,7 +64,8 @@ def _operation(route: ApiRoute, method: str, refs: dict[Any, dict[str, Any]]) ->
     if doc.body is GenerateBody:
         own["text/event-stream"] = {"schema": {"type": "string"}}
         own[MSGPACK] = {}
-    closed = (401, 403) if route.access != "open" else (403,)
+    locked = keyed and route.access != "open"
+    closed = (401, 403) if locked else (403,)
     for status in sorted({*doc.errors, *closed, 500}):
         health = route.access == "open" and status == 503
         responses[str(status)] = {"description": _REASONS[status], "content": own if health else error}
@@ -73,14 +74,14 @@ def _operation(route: ApiRoute, method: str, refs: dict[Any, dict[str, Any]]) ->
         "operationId": re.sub(r"[^a-z0-9]+", "_", f"{method}{route.path}".lower()).strip("_"),
         "tags": [doc.tag],
         "responses": responses,
-        "security": [] if route.access == "open" else [{"bearer": []}],
+        "security": [{"bearer": []}] if locked else [],
         "x-rollplane-access": route.access,
     }
     parameters = [{"name": name, "in": "query", **schema} for name, schema in doc.query.items()]
-    if "{name" in route.path:
-        parameters.append(
-            {"name": "name", "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
-        )
+    parameters += [
+        {"name": name, "in": "path", "required": True, "schema": {"type": "string", "minLength": 1}}
+        for name in re.findall(r"{(\w+)", route.path)
+    ]
     if parameters:
         operation["parameters"] = parameters
     if doc.body is not None and method == "POST":
