@@ -18,6 +18,6 @@ def make_embedded(kind: str, *, dtype: str = "float32") -> Callable[[Path], Subj
         weights = [str(tiny.shared_model(kind, layers=2, seed=seed)) for seed in (1, 2)]
         adapters = [str(tiny.make_lora(root / f"adapter-{seed}", base=base, seed=seed)) for seed in (1, 2)]
         settings = EmbeddedSettings(model=str(base), dtype=dtype, threads=1, max_num_seqs=16, max_model_len=1024)
-        return Subject(engine=EmbeddedEngine(settings), weights=weights, adapters=adapters)
+        return Subject(engine=EmbeddedEngine(settings), weights=weights, adapters=adapters, long_tokens=300)
 
     return make

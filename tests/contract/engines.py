@@ -5,6 +5,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import msgspec
+from tests.contract.embedded_cases import make_embedded
 from tests.contract.grpc_over_mock import GRPC_LACKS, make_grpc
 
 from rollplane.engines.mock.engine import MockEngine
@@ -51,6 +52,8 @@ def make_mock(settings: MockSettings) -> Callable[[Path], Subject]:
 MOE = MoeShape(layers=3, top_k=4, num_experts=512)
 NO_SIDE_CHANNELS = frozenset({"masks_are_the_support", "routes_begin_where_asked"})
 
+NO_BLOCK_CACHE = frozenset({"salts_separate_caches", "kv_events_tell_what_is_cached"})
+
 ENGINES: dict[str, EngineCase] = {
     "mock-instant": EngineCase(
         make=make_mock(MockSettings()),
@@ -79,4 +82,6 @@ ENGINES: dict[str, EngineCase] = {
         make=make_grpc(mock_files, MockSettings(vocab_tokens=1024, step_s=0.001), tokens_per_message=None),
         lacks=NO_SIDE_CHANNELS | GRPC_LACKS,
     ),
+    "embedded": EngineCase(make=make_embedded("qwen3"), lacks=NO_BLOCK_CACHE | {"routes_begin_where_asked"}),
+    "embedded-moe": EngineCase(make=make_embedded("qwen3-moe"), lacks=NO_BLOCK_CACHE),
 }

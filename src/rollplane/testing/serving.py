@@ -7,20 +7,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
-import uvicorn
-
-
-class _Server(uvicorn.Server):
-    """`settled` is set when it serves, or cannot."""
-
-    def __init__(self, config: uvicorn.Config) -> None:
-        super().__init__(config)
-        self.settled = threading.Event()
-
-    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
-        await super().startup(sockets)
-        self.settled.set()
-
 
 @contextmanager
 def serve_in_thread(app: Any, *, host: str = "127.0.0.1", start_timeout_s: float = 30.0) -> Iterator[str]:
@@ -34,7 +20,19 @@ def serve_in_thread(app: Any, *, host: str = "127.0.0.1", start_timeout_s: float
     """
     listener = socket.create_server((host, 0))
     port = listener.getsockname()[1]
-    server = _Server(
+    # Not at the top: whoever only checks an engine needs no web server.
+    import uvicorn
+
+    settled = threading.Event()
+
+    class Server(uvicorn.Server):
+        """Sets `settled` when it serves, or cannot."""
+
+        async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+            await super().startup(sockets)
+            settled.set()
+
+    server = Server(
         uvicorn.Config(app, log_level="warning", lifespan="on", timeout_graceful_shutdown=5, loop="asyncio")
     )
     failures: list[BaseException] = []
@@ -45,12 +43,12 @@ def serve_in_thread(app: Any, *, host: str = "127.0.0.1", start_timeout_s: float
         except BaseException as error:
             failures.append(error)
         finally:
-            server.settled.set()
+            settled.set()
 
     thread = threading.Thread(target=run, name=f"serve:{port}", daemon=True)
     thread.start()
     try:
-        if not server.settled.wait(start_timeout_s):
+        if not settled.wait(start_timeout_s):
             raise TimeoutError(f"the app was not ready within {start_timeout_s:g} s")
         if not server.started:
             raise RuntimeError("the app did not start") from (failures[0] if failures else None)

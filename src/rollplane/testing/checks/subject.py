@@ -42,11 +42,13 @@ class Subject:
 
     `weights`: checkpoint directories that it can take, other weights than it started with and than each other.
     `adapters`: LoRA directories that it can load, with different content.
+    `long_tokens`: how many tokens a request has that shall still run when a check pauses or aborts it.
     """
 
     engine: Engine
     weights: Sequence[str] = ()
     adapters: Sequence[str] = ()
+    long_tokens: int = 1024
 
     def receiver(self) -> WeightReceiver:
         """The engine as a `WeightReceiver`."""
@@ -81,7 +83,7 @@ class Subject:
 
     def long(self, prompt_tokens: int = 6) -> int:
         """A number of tokens that takes an engine some time."""
-        return min(1024, self.engine.info.max_model_len - prompt_tokens)
+        return min(self.long_tokens, self.engine.info.max_model_len - prompt_tokens)
 
 
 class Watch:
