@@ -44,6 +44,7 @@ GRADIENT_NORM = 1.0
 EVALUATION_PROBLEMS = 128  # answered GROUP times each, before and after
 SAVED_STEPS = (1, 2, 3)  # rollouts and checkpoints that stay for `rollplane.demo.recompute`
 FIRST_IN_FLIGHT, IN_FLIGHT_EVERY = 4, 4  # steps whose new weights arrive while their rollouts run
+TRICKLE = 2  # requests at a time in such a step, so that the rollout outlasts the reading of the checkpoint
 MEASURED_EVERY = 10  # steps between mismatch measurements in all four settings
 
 Problem = tuple[list[int], list[int]]
@@ -131,17 +132,19 @@ async def roll_out(
     Raises:
         StepFailed: naming the step.
     """
+    at_once = asyncio.Semaphore(len(problems) if meanwhile is None else TRICKLE)
 
     async def ask(index: int, prompt: list[int]) -> list[Any]:
-        response = await client.generate(
-            prompt,
-            sampling_params={**SAMPLING, "n": GROUP, "seed": seed + index * GROUP, "logprobs": 0},
-            request_id=f"{name}-{index}".replace(" ", "-"),
-            group_id=f"{name}-{index}".replace(" ", "-"),
-            routed_experts=True,
-            sampling_mask=True,
-            min_policy_version=allowed[0],
-        )
+        async with at_once:
+            response = await client.generate(
+                prompt,
+                sampling_params={**SAMPLING, "n": GROUP, "seed": seed + index * GROUP, "logprobs": 0},
+                request_id=f"{name}-{index}".replace(" ", "-"),
+                group_id=f"{name}-{index}".replace(" ", "-"),
+                routed_experts=True,
+                sampling_mask=True,
+                min_policy_version=allowed[0],
+            )
         if sorted(choice.index for choice in response.choices) != list(range(GROUP)):
             raise StepFailed(f"{name}: request {index} came back with {len(response.choices)} of {GROUP} answers")
         return sorted(response.choices, key=lambda choice: int(choice.index))
@@ -255,7 +258,7 @@ async def learn(
 
     async def update(version: str) -> None:
         try:
-            await admin.update_policy(str(checkpoints / version), version=version, mode="keep")
+            await admin.update_policy(str(checkpoints / version), version=version, mode="keep", step=number_of(version))
         except RollplaneError as error:
             raise StepFailed(f"step {number_of(version)}: the update to {version} failed: {error.message}") from error
 
