@@ -9,53 +9,14 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
+from tests.e2e.commands import COMMAND, START_S, ready_line, running
 
 import rollplane
-
-COMMAND = [sys.executable, "-m", "rollplane.cli.main"]
-START_S = 45.0
-
-
-@contextlib.contextmanager
-def running(*arguments: str, log: Path, env: dict[str, str] | None = None) -> Iterator[subprocess.Popen[str]]:
-    with log.open("w") as stderr:
-        process = subprocess.Popen(
-            [*COMMAND, *arguments],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=stderr,
-            text=True,
-            env={**os.environ, **(env or {})},
-        )
-    try:
-        yield process
-    finally:
-        if process.poll() is None:
-            process.terminate()
-            try:
-                process.wait(30)
-            except subprocess.TimeoutExpired:
-                process.kill()
-                process.wait(10)
-        for stream in (process.stdin, process.stdout):
-            if stream is not None:
-                stream.close()
-
-
-def ready_line(process: subprocess.Popen[str], log: Path) -> dict[str, Any]:
-    """The JSON line that a program reads; the test's own time limit bounds the wait."""
-    assert process.stdout is not None
-    line = process.stdout.readline()
-    assert line, log.read_text()
-    found: dict[str, Any] = json.loads(line)
-    assert found["event"] == "ready"
-    return found
 
 
 def run(*arguments: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
@@ -262,6 +223,38 @@ def test_serve_makes_a_fleet_restarts_a_killed_worker_and_leaves_nothing_behind(
         serve.send_signal(signal.SIGTERM)
         assert serve.wait(30) == 0
         assert all_gone(before | started, seconds=1.0) == set()
+
+
+def test_serve_keeps_its_policy_when_the_frontend_is_killed(tmp_path: Path) -> None:
+    """The frontend owns the fleet's version; the next one must not serve workers that are behind."""
+    weights = tmp_path / "step_1"
+    weights.mkdir()
+    (weights / "mock_weights.json").write_text('{"content": "one"}')
+    log = tmp_path / "log"
+    with running("serve", "--workers", "2", "--port", "0", "--backoff-s", "0.05", log=log) as serve:
+        url = ready_line(serve, log)["url"]
+        assert ask(url, "/update_weights", {"weight_dir": str(weights)})[0] == 200
+        for name in (b"frontend.json", b"worker-1.json"):
+            victim = next(p for p in descendants(serve.pid) if name in Path(f"/proc/{p}/cmdline").read_bytes())
+            before = log.read_text().count("child_ready")
+            os.kill(victim, signal.SIGKILL)
+            ends = time.monotonic() + START_S
+            while log.read_text().count("child_ready") == before and time.monotonic() < ends:
+                time.sleep(0.05)
+        url = log.read_text().rpartition("child=frontend url=")[2].split()[0]
+        for _ in range(10):
+            status, answer = ask(url)
+            assert (status, answer["choices"][0]["policy_versions"]) == (200, [["step_1", 0]])
+
+
+def test_a_worker_whose_engine_died_ends_so_that_another_may_start(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    with running("worker", "--port", "0", "--engine-option", 'faults=[{"kind":"die"}]', log=log) as worker:
+        url = ready_line(worker, log)["url"]
+        status, answer = ask(url)
+        assert (status, answer["error"]["code"]) == (503, "engine_died")
+        assert worker.wait(20) == 1
+    assert "the engine died" in log.read_text()
 
 
 def test_children_of_a_killed_supervisor_stop_by_themselves(tmp_path: Path) -> None:
