@@ -130,12 +130,14 @@ async def test_an_update_that_is_asked_for_again_after_a_lost_connection_is_appl
             await fleet.until(lambda: fleet.fleet.held_for is not None)
             lost.cancel()
             await asyncio.gather(lost, return_exceptions=True)
-        assert fleet.fleet.operation("op-1") == {"0": "running"}
+        assert await admin.operation("op-1") == {"0": "running"}
         report = await admin.update_policy(path, operation_id="op-1")
         assert report.applied
         assert report.policy_version == "v1"
         assert [worker.engine.calls("apply_weights") for worker in fleet.workers] == [1, 1]
-        assert fleet.fleet.operation("op-1") == {"0": "done"}
+        assert await admin.operation("op-1") == {"0": "done"}
+        with pytest.raises(NotFound, match="op-9"):
+            await admin.operation("op-9")
         with pytest.raises(Conflict, match="other arguments"):
             await admin.update_policy(write_weights(tmp_path, "v2"), operation_id="op-1")
         # Also without an id: the same version and contents are no work.

@@ -4,6 +4,7 @@ import uuid
 from collections.abc import Mapping
 from types import TracebackType
 from typing import Any, Final, Literal, Self, TypeVar
+from urllib.parse import quote
 
 import msgspec
 
@@ -207,7 +208,7 @@ class AdminClient:
         Raises:
             NotFound: nothing is known of it.
         """
-        answer = await self._transport.json("GET", f"/v1/rl/operations/{operation_id}", limit_s=QUERY_S)
+        answer = await self._transport.json("GET", f"/v1/rl/operations/{quote(operation_id, safe='')}", limit_s=QUERY_S)
         found = answer.get("steps") if isinstance(answer, dict) else None
         return _read(found, dict[str, str], what="/v1/rl/operations")
 

@@ -413,14 +413,27 @@ class Fleet(Roster):
         )
 
     async def _run(self, named: Operation, arguments: Any, work: Callable[[], Awaitable[T]], *, what: str) -> T:
-        try:
-            return await self._operations.run(named, arguments, work, what=what)
-        except RollplaneError as error:
-            if named.id is not None:
-                self._failures[f"{named.id}\0{named.step}"] = error.message
-                while len(self._failures) > MAX_FAILURES:
-                    self._failures.popitem(last=False)
-            raise
+        """Run an operation once; its failure is remembered also where its caller has gone."""
+        key = f"{named.id}\0{named.step}"
+
+        async def noted() -> T:
+            try:
+                result = await work()
+            except RollplaneError as error:
+                self._note_failure(key, error.message)
+                raise
+            except asyncio.CancelledError:
+                self._note_failure(key, f"the {what} was cancelled, or did not finish in time")
+                raise
+            self._failures.pop(key, None)
+            return result
+
+        return await self._operations.run(named, arguments, noted, what=what)
+
+    def _note_failure(self, key: str, said: str) -> None:
+        self._failures[key] = said
+        while len(self._failures) > MAX_FAILURES:
+            self._failures.popitem(last=False)
 
     def _raise_failures(self, results: dict[str, Any], *, what: str) -> None:
         errors = {url: r.message for url, r in results.items() if isinstance(r, RollplaneError)}
