@@ -70,7 +70,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     vllm_http_endpoint: Annotated[str | None, _about("Base URL of the same vLLM server's HTTP side")] = None
     engine_option: Annotated[dict[str, str], _about("Further option of the engine, as name=value")] = {}
     engine_args: Annotated[tuple[str, ...], _about("The engine's own arguments, as its command line has them")] = ()
-    isolate_by_version: Annotated[bool, _about("Scope cached KV by policy version")] = True
+    isolate_by_version: Annotated[bool | None, _about("Scope cached KV by policy version, where an engine can")] = None
     max_hold_s: Annotated[Seconds, _about("Longest wait of a request while paused or updating")] = 600.0
     namespace: Annotated[str, _about("Namespace in discovery")] = "rollplane"
     component: Annotated[str, _about("Component name in discovery")] = "worker"
@@ -90,6 +90,9 @@ class FrontendSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         str | None, _about("Checkpoint that workers start with: what the first update can be rolled back to")
     ] = None
     initial_version: Annotated[str | None, _about("Its policy version; the directory's name if absent")] = None
+    control_record: Annotated[
+        str | None, _about("File for what the next frontend must know of the fleet: epoch, versions, adapters")
+    ] = None
     join_s: Annotated[float, Meta(ge=0), _about("How long to wait for the workers before saying ready")] = 30.0
 
 

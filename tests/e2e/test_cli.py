@@ -241,7 +241,6 @@ def test_serve_keeps_its_policy_when_the_frontend_is_killed(tmp_path: Path) -> N
             ends = time.monotonic() + START_S
             while log.read_text().count("child_ready") == before and time.monotonic() < ends:
                 time.sleep(0.05)
-        url = log.read_text().rpartition("child=frontend url=")[2].split()[0]
         for _ in range(10):
             status, answer = ask(url)
             assert (status, answer["choices"][0]["policy_versions"]) == (200, [["step_1", 0]])

@@ -21,6 +21,7 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
     "dtype": ("dtype",),
     "policy_version": ("policy_version", "version"),
     "seed": ("seed",),
+    "isolate_by_version": ("isolate_by_version",),
     "grpc_endpoint": ("endpoint",),
     "vllm_http_endpoint": ("http_endpoint",),
     "engine_args": ("engine_args",),

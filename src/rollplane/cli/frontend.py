@@ -11,6 +11,7 @@ from rollplane.discovery.file import FileDiscovery
 from rollplane.discovery.static import StaticDiscovery
 from rollplane.engines.remote import worker_session
 from rollplane.errors import InvalidRequest
+from rollplane.rl.control_record import RecordFile
 from rollplane.rl.fleet import Fleet, FleetSettings
 from rollplane.rl.fleet_update import Checkpoint
 from rollplane.rl.remote import RemoteWorker
@@ -37,7 +38,8 @@ async def run_frontend(settings: Settings) -> None:
     discovery = discovery_of(about)
     policy = make_policy(about.router)
     key = worker_key(about)
-    fleet = Fleet(settings=FleetSettings(initial=initial_of(about)))
+    record = None if about.control_record is None else RecordFile(Path(about.control_record))
+    fleet = Fleet(settings=FleetSettings(initial=initial_of(about)), record=record)
     session = worker_session()
     router = Router(
         fleet,

@@ -263,11 +263,15 @@ class _Plan:
         """The arguments of the frontend."""
         urls = [f"http://127.0.0.1:{port}" for port in self._ports]
         frontend: dict[str, Any] = {"workers": urls, "workers_file": None, "worker_key_file": str(self._key_file)}
+        if self._frontend.control_record is None:  # a restarted frontend knows what the one before did
+            frontend["control_record"] = str(self._directory / "control.json")
         model = self._worker.model
         if self._frontend.initial_checkpoint is None and model is not None and Path(model).is_dir():
             frontend["initial_checkpoint"] = str(Path(model).resolve())
             frontend["initial_version"] = self._worker.policy_version
-        return self._command("frontend", "frontend", server={}, frontend=frontend)
+        # A port of our choosing, also where any will do: a restarted frontend has the address of the one before.
+        port = self._server.port or _free_ports(1)[0]
+        return self._command("frontend", "frontend", server={"port": port}, frontend=frontend)
 
     def _command(self, command: str, name: str, *, server: dict[str, Any], **tables: dict[str, Any]) -> list[str]:
         own = {"ready_file": None, "stop_with_stdin": True}

@@ -83,9 +83,11 @@ def route_table(role: str) -> list[ApiRoute]:
     ]
     if role == "worker":
         hidden = Doc(summary="Internal", tag="internal", hidden=True)
-        routes += [
+        # First: what a fleet asks most is matched first.
+        routes = [
             ApiRoute(GENERATE_PATH, hop_generate, methods=["POST"], access="admin", doc=hidden),
             ApiRoute(STATE_PATH, state, methods=["GET"], access="admin", doc=hidden),
+            *routes,
         ]
     return routes
 
