@@ -7,6 +7,7 @@ import numpy as np
 import pytest
 import torch
 from tests.models import tiny
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollplane.engines.embedded.core import Core, CoreSettings
 from rollplane.engines.embedded.model import CausalModel, load_model
@@ -24,6 +25,7 @@ class Finished:
 
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    ranks: list[int] = field(default_factory=list)
     pieces: int = 0
     alternatives: Any = None
     prompt_logprobs: PromptLogprobs | None = None
@@ -51,6 +53,7 @@ class Runner:
             found.floored += e.floored
             if e.logprobs is not None:
                 found.logprobs += e.logprobs.values.tolist()
+                found.ranks += e.logprobs.ranks.tolist()
                 found.alternatives = e.logprobs.alternatives
             found.prompt_logprobs = found.prompt_logprobs or e.prompt_logprobs
             assert found.ending is None
@@ -112,5 +115,34 @@ def ask() -> Callable[..., Generation]:
             ids = np.array(prompt, dtype=np.int32)
         defaults = {"max_tokens": 8, "seed": 1, "ignore_eos": True}
         return Generation(request_id=request_id, prompt=ids, **{**defaults, **fields})
+
+    return make
+
+
+@pytest.fixture
+def make_other_moe() -> Callable[[str, Path], Path]:
+    """A tiny mixture of a family that `tests.models.tiny` does not make; qwen2_moe has a shared expert too."""
+
+    def make(kind: str, path: Path) -> Path:
+        config = AutoConfig.for_model(
+            kind,
+            vocab_size=tiny.VOCABULARY,
+            hidden_size=64,
+            intermediate_size=64,
+            moe_intermediate_size=32,
+            shared_expert_intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            num_experts=4,
+            num_experts_per_tok=2,
+            initializer_range=0.1,
+            use_sliding_window=False,
+            max_position_embeddings=256,
+            pad_token_id=0,
+            eos_token_id=2,
+        )
+        AutoModelForCausalLM.from_config(config).save_pretrained(path)
+        return path
 
     return make

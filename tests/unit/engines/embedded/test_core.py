@@ -89,6 +89,9 @@ def test_an_answer_is_what_a_full_forward_says(make_runner: Make, ask: Ask, moe:
         kept = torch.tensor(mask.ids[mask.offsets[t] : mask.offsets[t + 1]].astype(int))
         row = (out.logits[0, 19 + t] / 0.7)[kept].log_softmax(-1)
         assert abs(row[(kept == token).nonzero()[0, 0]].item() - got.logprobs[t]) < 1e-4
+    assert got.ranks == [
+        int((out.logits[0, 19 + t] > out.logits[0, 19 + t, i]).sum()) + 1 for t, i in enumerate(got.tokens)
+    ]
     routes = torch.from_numpy(got.end.routes.array.astype(int))
     wanted = torch.stack([r.topk(2, dim=-1).indices for r in out.router_logits], 1)
     assert routes.shape == (29, 2, 2)

@@ -55,6 +55,23 @@ def test_a_mixed_batch_gives_each_row_what_it_gets_alone(
         assert np.array_equal(found.end.routes.array, alone.end.routes.array)
 
 
+def test_layers_that_see_flat_tokens_inside_a_moe_block_are_adapted_row_by_row(
+    make_runner: Make, ask: Ask, make_other_moe: Callable[[str, Path], Path], tmp_path: Path
+) -> None:
+    base = make_other_moe("qwen2_moe", tmp_path / "base")
+    targets = ("gate_proj", "down_proj")  # of the shared expert, which gets [rows * tokens, features]
+    paths = {f"{i}": tiny.make_lora(tmp_path / f"{i}", base=base, seed=i, targets=targets) for i in (1, 2)}
+    requests = [ask(f"r{i}", 9, adapter=[None, "1", "2"][i % 3], max_tokens=6, logprobs=0) for i in range(6)]
+    together = load(make_runner(load_model(base)), paths).submit(*requests).finish()
+    for request in requests:
+        alone = load(make_runner(load_model(base)), paths).submit(request).only()
+        assert together[request.request_id, 0].tokens == alone.tokens
+        assert np.allclose(together[request.request_id, 0].logprobs, alone.logprobs, atol=1e-5)
+    assert together["r1", 0].logprobs[0] != pytest.approx(
+        make_runner(load_model(base)).submit(ask("r1", 9, max_tokens=6, logprobs=0)).only().logprobs[0], abs=1e-4
+    )
+
+
 def test_an_adapter_is_what_peft_makes_of_it(
     make_runner: Make, ask: Ask, own_moe: CausalModel, adapters: dict[str, Path], moe_dir: Path
 ) -> None:

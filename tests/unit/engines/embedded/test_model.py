@@ -1,4 +1,5 @@
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -8,7 +9,7 @@ from tests.models import tiny
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollplane.engines.embedded.model import CausalModel, check_servable, load_model
-from rollplane.errors import InvalidRequest, NotFound
+from rollplane.errors import EngineFailed, InvalidRequest, NotFound
 
 
 def test_the_shape_is_that_of_the_model(moe: CausalModel) -> None:
@@ -81,9 +82,9 @@ def test_an_unknown_dtype_is_refused(dense_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["qwen3_moe", "mixtral", "qwen2_moe", "olmoe"])
-def test_routes_are_the_routers_own_choice(kind: str, tmp_path: Path) -> None:
+def test_routes_are_the_routers_own_choice(kind: str, tmp_path: Path, make_other_moe: Callable[..., Path]) -> None:
     made = {"qwen3_moe": tiny.make_moe, "mixtral": tiny.make_mixtral}
-    path = made[kind](tmp_path / "m", layers=2) if kind in made else make_other(kind, tmp_path / "m")
+    path = made[kind](tmp_path / "m", layers=2) if kind in made else make_other_moe(kind, tmp_path / "m")
     model = load_model(path)
     reference = AutoModelForCausalLM.from_pretrained(path, attn_implementation="eager")
     ids = torch.arange(20, 40)[None]
@@ -113,24 +114,10 @@ class PassThrough:
         return query, 0
 
 
-def make_other(kind: str, path: Path) -> Path:
-    config = AutoConfig.for_model(
-        kind,
-        vocab_size=tiny.VOCABULARY,
-        hidden_size=64,
-        intermediate_size=64,
-        moe_intermediate_size=32,
-        shared_expert_intermediate_size=32,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_experts=4,
-        num_experts_per_tok=2,
-        initializer_range=0.1,
-        use_sliding_window=False,
-        max_position_embeddings=256,
-        pad_token_id=0,
-        eos_token_id=2,
-    )
-    AutoModelForCausalLM.from_config(config).save_pretrained(path)
-    return path
+def test_a_forward_that_bypasses_the_expert_hook_is_an_error(moe_dir: Path) -> None:
+    model = load_model(moe_dir)
+    block = model.module.get_submodule("model.layers.1.mlp")
+    block.forward = lambda hidden: hidden  # type: ignore[method-assign]
+    zero = torch.zeros(1, 1, dtype=torch.long)
+    with pytest.raises(EngineFailed, match="1 of 2 MoE layers"):
+        model.forward(zero, positions=zero, visible=torch.ones(1, 1, 1, dtype=torch.bool), cache=PassThrough())

@@ -86,6 +86,13 @@ def test_a_nucleus_wider_than_the_first_look_is_found_by_sorting() -> None:
     assert kept[0, -wanted:].all()
 
 
+def test_ties_beyond_the_kth_count_in_the_mass_of_the_nucleus() -> None:
+    # Kept by top-k 2: 2, 1, 1, 1 with probabilities .475, .175, .175, .175; the first alone is below 0.6.
+    logits = torch.tensor([[2.0, 1.0, 1.0, 1.0, 0.0]])
+    kept = truncate(logits, RowControls([Controls(top_k=2, top_p=0.6)], vocab=5)) > NEG_INF
+    assert kept.tolist() == [[True, True, True, True, False]]
+
+
 def test_neutral_controls_leave_the_row_alone() -> None:
     logits = torch.randn(2, VOCAB)
     assert torch.equal(truncate(logits, RowControls([Controls(), Controls(top_k=VOCAB)], vocab=VOCAB)), logits)
