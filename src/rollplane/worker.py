@@ -16,10 +16,10 @@ from typing import Final
 import msgspec
 
 from rollplane.admission import check_request, effective_sampling, request_warnings
-from rollplane.engines.base import AdapterHost, Engine, WeightReceiver
-from rollplane.engines.wrappers.live import LiveRequests
+from rollplane.engines.base import AdapterHost, BroadcastReceiver, Engine, WeightReceiver
+from rollplane.engines.wrappers.live import KeepLimits, LiveRequests
 from rollplane.errors import Conflict, DeadlineExceeded, EngineProtocolError, InvalidRequest, NotFound, Unavailable
-from rollplane.identity import identify
+from rollplane.identity import engine_salt, identify
 from rollplane.protocol.admin import (
     AdapterRecord,
     FlushReport,
@@ -30,12 +30,14 @@ from rollplane.protocol.admin import (
     UpdateReport,
     WorkerRecord,
 )
+from rollplane.protocol.broadcast import GroupReport, Manifest, TransferGroup
 from rollplane.protocol.events import EndEvent, Event
 from rollplane.protocol.info import EngineHealth, EngineInfo, EngineState
 from rollplane.protocol.request import GenerateRequest
 from rollplane.protocol.state import HEARTBEAT_S, WorkerState
 from rollplane.rl.adapters import AdapterTable
 from rollplane.rl.base import OnFailure, Operation
+from rollplane.rl.broadcast import BroadcastControl
 from rollplane.rl.versions import VersionSequence, check_version_wanted
 from rollplane.rl.weights import PolicyControl
 
@@ -50,13 +52,20 @@ _STATES: Final[dict[str, EngineState]] = {
 
 
 class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
-    """How a worker behaves. `hold_limit_s`: how long a request without a deadline waits while the worker is paused."""
+    """How a worker behaves.
+
+    `hold_limit_s`: how long a request without a deadline waits while the worker is paused. `isolate_by_version`: cached
+    KV is scoped by policy version through the salt, for engines that do not see to that themselves. `keep`: limits of
+    the answers kept for idempotency keys.
+    """
 
     name: str = "worker"
     namespace: str = "rollplane"
     component: str = "worker"
     system_url: str = ""
     hold_limit_s: float = 600.0
+    keep: KeepLimits = KeepLimits()
+    isolate_by_version: bool = True
 
 
 class Worker:
@@ -72,8 +81,9 @@ class Worker:
         self.instance_id = uuid.uuid4().hex[:16]
         self.epoch: int | None = None
         self.policy: PolicyControl | None = None
+        self.broadcast: BroadcastControl | None = None
         self.adapter_table: AdapterTable | None = None
-        self._live = LiveRequests(_Admitted(self))
+        self._live = LiveRequests(_Admitted(self), keep=self.settings.keep)
         self._sequence = VersionSequence("default")
         self._changed = asyncio.Event()
         self._closing = False
@@ -119,6 +129,8 @@ class Worker:
         await self.engine.start()
         if isinstance(self.engine, WeightReceiver):
             self.policy = PolicyControl(self.engine, on_change=self._tell)
+            if isinstance(self.engine, BroadcastReceiver):
+                self.broadcast = BroadcastControl(self.engine, self.policy, info=self.engine.info, on_change=self._tell)
         capability = self.engine.info.capabilities.lora
         if capability is not None and isinstance(self.engine, AdapterHost):
             self.adapter_table = AdapterTable(self.engine, capability=capability, on_change=self._tell)
@@ -134,6 +146,8 @@ class Worker:
                     await self._changed.wait()
         if self.policy is not None:
             await self.policy.close()
+        if self.broadcast is not None:
+            await self.broadcast.close()
         if self.adapter_table is not None:
             await self.adapter_table.close()
         await self.engine.close(grace_s=0.0)
@@ -193,6 +207,9 @@ class Worker:
                 record = await stack.enter_async_context(self.adapter_table.lease(adapter_name))
                 request = msgspec.structs.replace(request, adapter=record.engine_name)
                 generation = record.generation
+            if self.settings.isolate_by_version and not getattr(self.engine, "isolates_versions", False):
+                salt = engine_salt(request.cache_salt, policy_version=self.version)
+                request = msgspec.structs.replace(request, cache_salt=salt)
             events = self.engine.generate(request)
             try:
                 async for event in events:
@@ -231,7 +248,10 @@ class Worker:
         names = ["abort_request", "get_weight_version", "get_world_size", "liveness_probe"]
         if self.policy is not None:
             names += ["flush_cache", "pause_generation", "resume_generation", "set_weight_version"]
-            names += ["stage_weights", "update_weights_from_disk"]
+            names += ["apply_staged_weights", "stage_weights", "update_weights_from_disk"]
+        if self.broadcast is not None:
+            names += ["init_weights_update_group", "update_weights_from_distributed", "destroy_weights_update_group"]
+            names += ["stage_weights_from_distributed"]
         if self.adapter_table is not None:
             names += ["list_loras", "load_lora", "unload_lora"]
         return sorted(names)
@@ -299,6 +319,57 @@ class Worker:
             operation=operation,
         )
 
+    async def apply_staged(
+        self,
+        digest: str,
+        *,
+        version: str,
+        mode: PauseMode = "keep",
+        clear_cache: bool = False,
+        operation: Operation | None = None,
+    ) -> UpdateReport:
+        """Put weights in place that were staged before, from a directory or a broadcast, by their digest."""
+        self._check_epoch(operation)
+        return await self._policy().apply_staged(
+            digest, version=version, mode=mode, clear_cache=clear_cache, operation=operation
+        )
+
+    async def init_weights_group(self, group: TransferGroup, *, operation: Operation | None = None) -> GroupReport:
+        """See `BroadcastControl.init`."""
+        self._check_epoch(operation)
+        return await self._broadcast().init(group, operation=operation)
+
+    async def stage_broadcast(self, manifest: Manifest, *, operation: Operation | None = None) -> StagedWeights:
+        """See `BroadcastControl.stage`."""
+        self._check_epoch(operation)
+        return await self._broadcast().stage(manifest, operation=operation)
+
+    async def update_from_broadcast(
+        self,
+        manifest: Manifest,
+        *,
+        version: str,
+        mode: PauseMode = "keep",
+        clear_cache: bool = False,
+        expected_digest: str | None = None,
+        operation: Operation | None = None,
+    ) -> UpdateReport:
+        """See `BroadcastControl.update`."""
+        self._check_epoch(operation)
+        return await self._broadcast().update(
+            manifest,
+            version=version,
+            mode=mode,
+            clear_cache=clear_cache,
+            expected_digest=expected_digest,
+            operation=operation,
+        )
+
+    async def destroy_weights_group(self, *, operation: Operation | None = None) -> GroupReport:
+        """See `BroadcastControl.destroy`."""
+        self._check_epoch(operation)
+        return await self._broadcast().destroy(operation=operation)
+
     async def policy_version(self) -> str:
         """See `PolicyAdmin.policy_version`."""
         return self.version
@@ -337,6 +408,14 @@ class Worker:
         if self.policy is None:
             raise InvalidRequest(f"the {self.info.engine} engine cannot be paused or updated")
         return self.policy
+
+    def _broadcast(self) -> BroadcastControl:
+        if self.broadcast is None:
+            raise InvalidRequest(
+                f"the {self.info.engine} engine receives no weights by broadcast; it takes "
+                f"{', '.join(self.info.capabilities.weight_transfer) or 'none'}"
+            )
+        return self.broadcast
 
     def _adapter_table(self) -> AdapterTable:
         if self.adapter_table is None:

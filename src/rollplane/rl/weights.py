@@ -11,9 +11,9 @@ success and nowhere else.
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
-from typing import Final, Literal
+from typing import Any, Final, Literal
 
 from rollplane.engines.base import WeightReceiver
 from rollplane.errors import Conflict, EngineFailed, RollplaneError, Unavailable
@@ -62,8 +62,13 @@ class PolicyControl:
         self._on_change = on_change
         self._ready = asyncio.Event()
         self._ready.set()
-        self._lock = asyncio.Lock()
+        self._updates = asyncio.Lock()  # one update at a time, staging included
+        self._lock = asyncio.Lock()  # what an update must not meet half-way: resume and labels
         self._pausing = 0
+        self._pauses_over = asyncio.Event()
+        self._pauses_over.set()
+        self._callers_pausing = 0
+        self._stays_paused = False
         self._staged: dict[str, StagedWeights] = {}
 
     def __repr__(self) -> str:
@@ -102,8 +107,12 @@ class PolicyControl:
         Raises:
             Conflict: an update is under way.
         """
-        report = await self._pause(mode, clear_cache=clear_cache)
-        self.paused_by_caller = True
+        self._callers_pausing += 1
+        try:
+            report = await self._pause(mode, clear_cache=clear_cache)
+            self.paused_by_caller = True
+        finally:
+            self._callers_pausing -= 1
         return report
 
     async def _pause(self, mode: PauseMode, *, clear_cache: bool) -> PauseReport:
@@ -113,23 +122,30 @@ class PolicyControl:
             raise Conflict(f"cannot pause while the worker is {self._state}")
         was_paused = self._state == "paused"
         self._pausing += 1
+        self._pauses_over.clear()
         self._enter("pausing")
         try:
             report = await self.receiver.pause(mode, clear_cache=clear_cache)
         except BaseException:
-            self._pausing -= 1
-            if self._pausing == 0 and self._state == "pausing":
-                if was_paused:
-                    self._enter("paused")
-                else:
-                    await self.receiver.resume()
-                    self._enter("ready")
+            await self._end_pause(paused=was_paused)
             raise
-        self._pausing -= 1
-        if self._pausing == 0:
-            self._enter("paused")
+        await self._end_pause(paused=True)
         report.already_paused = was_paused
         return report
+
+    async def _end_pause(self, *, paused: bool) -> None:
+        """One of the pauses that are under way has ended; the last one decides, paused if any of them is."""
+        self._pausing -= 1
+        self._stays_paused = self._stays_paused or paused
+        if self._pausing > 0:
+            return
+        stays, self._stays_paused = self._stays_paused, False
+        if not stays:
+            await self.receiver.resume()
+            if self._pausing > 0:
+                return  # another pause began meanwhile, and ends by itself
+        self._enter("paused" if stays else "ready")
+        self._pauses_over.set()
 
     async def resume(self) -> ResumeReport:
         """Make tokens again; see `PolicyAdmin.resume`.
@@ -180,15 +196,106 @@ class PolicyControl:
         """
         name = check_version_name(version if version is not None else Path(path).name, param="weight_version")
 
+        async def stage() -> StagedWeights:
+            staged = self._staged.pop(path, None)
+            if staged is None or staged.digest != expected_digest:
+                # Only a digest says that the files are still the ones that were staged.
+                staged = await self.receiver.stage_weights(path)
+            return staged
+
         async def work() -> UpdateReport:
-            async with self._lock:
-                return await self._update(
-                    path, name, mode=mode, clear_cache=clear_cache, expected_digest=expected_digest
-                )
+            return await self.update_from(
+                stage, version=name, mode=mode, clear_cache=clear_cache, expected_digest=expected_digest
+            )
 
         return await self.operations.run(
             operation, ("update", path, name, mode, clear_cache, expected_digest), work, what="weight update"
         )
+
+    async def stage_from(
+        self,
+        source: str,
+        stage: Callable[[], Awaitable[StagedWeights]],
+        *,
+        arguments: Any,
+        operation: Operation | None = None,
+    ) -> StagedWeights:
+        """Stage weights of another source than a directory; kept until an update uses or replaces them."""
+
+        async def work() -> StagedWeights:
+            async with self._updates:
+                staged = await stage()
+            self._staged = {source: staged}
+            return staged
+
+        return await self.operations.run(operation, arguments, work, what="weight staging")
+
+    async def apply_staged(
+        self,
+        digest: str,
+        *,
+        version: str,
+        mode: PauseMode = "keep",
+        clear_cache: bool = False,
+        operation: Operation | None = None,
+    ) -> UpdateReport:
+        """Put weights in place that were staged before, by their digest; see `update_from`.
+
+        Raises:
+            Conflict: no staged weights have this digest.
+        """
+        check_version_name(version, param="weight_version")
+
+        async def stage() -> StagedWeights:
+            for staged in self._staged.values():
+                if staged.digest == digest:
+                    return staged
+            known = [staged.digest for staged in self._staged.values()]
+            raise Conflict(
+                f"no staged weights have the digest {digest[:16]}...; stage them first",
+                param="digest",
+                details={"staged": known},
+            )
+
+        async def work() -> UpdateReport:
+            if digest == self.digest and version == self.version and self._state != "failed":
+                return UpdateReport(
+                    policy_version=version, previous_version=version, digest=digest, tensors=0, bytes=0, applied=False
+                )
+            return await self.update_from(stage, version=version, mode=mode, clear_cache=clear_cache)
+
+        return await self.operations.run(
+            operation, ("apply", digest, version, mode, clear_cache), work, what="weight update"
+        )
+
+    async def update_from(
+        self,
+        stage: Callable[[], Awaitable[StagedWeights]],
+        *,
+        version: str,
+        mode: PauseMode = "keep",
+        clear_cache: bool = False,
+        expected_digest: str | None = None,
+    ) -> UpdateReport:
+        """Stage, then pause, apply, verify and resume. While it stages, tokens are made and `resume` answers.
+
+        Raises:
+            Conflict: the staged contents are not the expected ones; nothing changed.
+        """
+        async with self._updates:
+            began = self._clock()
+            staged = await stage()
+            if expected_digest is not None and staged.digest != expected_digest:
+                raise Conflict(
+                    f"the weights' digest is {staged.digest[:16]}..., expected {expected_digest[:16]}...",
+                    param="expected_digest",
+                    details={"digest": staged.digest},
+                )
+            stage_s = self._clock() - began
+            async with self._lock:
+                report = await self._update(staged, version, mode=mode, clear_cache=clear_cache)
+            report.stage_s = stage_s
+            return report
 
     async def set_version(self, version: str) -> None:
         """Change the label only; aborts nothing.
@@ -210,44 +317,39 @@ class PolicyControl:
         """Cancel operations that run."""
         await self.operations.close()
 
-    async def _update(
-        self, path: str, version: str, *, mode: PauseMode, clear_cache: bool, expected_digest: str | None
-    ) -> UpdateReport:
-        began = self._clock()
+    async def _update(self, staged: StagedWeights, version: str, *, mode: PauseMode, clear_cache: bool) -> UpdateReport:
         previous = self.version
-        staged = self._staged.pop(path, None)
-        if staged is None or staged.digest != expected_digest:
-            # Only a digest says that the files are still the ones that were staged.
-            staged = await self.receiver.stage_weights(path)
-        if expected_digest is not None and staged.digest != expected_digest:
-            raise Conflict(
-                f"the checkpoint's digest is {staged.digest[:16]}..., expected {expected_digest[:16]}...",
-                param="expected_digest",
-                details={"digest": staged.digest},
-            )
         report = UpdateReport(
             policy_version=version,
             previous_version=previous,
             digest=staged.digest,
             tensors=staged.tensors,
             bytes=staged.bytes,
-            stage_s=self._clock() - began,
         )
         if staged.digest == self.digest and version == previous and self._state != "failed":
             report.applied = False
             return report
         was_paused = self._state in ("paused", "failed")
         stopped = self._clock()
-        if self._state != "failed":
-            await self._pause(mode, clear_cache=clear_cache)
         try:
+            if self._state != "failed":
+                await self._pause_for_update(mode, clear_cache=clear_cache)
             await self._apply(staged, version)
         finally:
-            if not was_paused and self._state == "paused":
+            # A caller that asked for a pause meanwhile keeps it.
+            if not was_paused and self._state == "paused" and not (self.paused_by_caller or self._callers_pausing):
                 await self.receiver.resume()
                 self._enter("ready")
         report.pause_s = self._clock() - stopped
         return report
+
+    async def _pause_for_update(self, mode: PauseMode, *, clear_cache: bool) -> None:
+        """Paused, with every pause that was under way over; one that failed may have resumed the engine again."""
+        await self._pause(mode, clear_cache=clear_cache)
+        await self._pauses_over.wait()
+        while self._state != "paused":
+            await self._pause(mode, clear_cache=clear_cache)
+            await self._pauses_over.wait()
 
     async def _apply(self, staged: StagedWeights, version: str) -> None:
         """From paused or failed to paused with the new weights, or raise in a state that tells what is in place."""
@@ -268,6 +370,7 @@ class PolicyControl:
             self._enter("failed")
             raise
         self.digest = staged.digest
+        self._staged.clear()
         self.sequence.advance(version)
         self._enter("paused")
 

@@ -36,6 +36,9 @@ from rollplane.protocol.request import GenerateRequest
 class VllmEngine:
     """An `Engine`, `WeightReceiver` and `AdapterHost` over vLLM's `AsyncLLM`."""
 
+    isolates_versions = True
+    """It scopes cached KV by version itself; the worker leaves salts alone."""
+
     def __init__(self, settings: VllmSettings) -> None:
         self.settings = settings
         self._api: VllmApi | None = None
