@@ -44,7 +44,6 @@ class ModelCard(msgspec.Struct, frozen=True, kw_only=True):
     object: str = "model"
     owned_by: str = "rollplane"
     parent: str | None = None
-    policy_version: str | None = None
 
 
 class ModelList(msgspec.Struct, frozen=True, kw_only=True):
