@@ -1,0 +1,231 @@
+"""The life of a server process: bind, start, say ready, serve, drain, stop. Every step is bounded and logged.
+
+The first SIGTERM or SIGINT (or the end of standard input, with `server.stop_with_stdin`) stops listening and gives running requests
+`server.drain_s` to finish; what is left then ends with an error of ours, not with a dropped connection. The second one stops at once.
+"""
+
+import asyncio
+import contextlib
+import os
+import signal
+import socket
+import sys
+import threading
+from collections.abc import Callable, Generator
+from pathlib import Path
+from typing import Any, Final
+
+import msgspec
+import structlog
+import uvicorn
+from starlette.types import ASGIApp
+
+from rollplane.config import ServerSettings
+from rollplane.errors import EngineDied, InvalidRequest
+from rollplane.server.service import Service
+
+KEEP_ALIVE_S: Final = 75
+"""Longer than the 60 s for which our own clients keep idle connections, so that the server is never the first to close."""
+LAST_ANSWERS_S: Final = 5.0
+HARD_STOP_S: Final = 15.0
+WATCH_S: Final = 1.0
+
+log = structlog.get_logger("rollplane.ops")
+
+
+def bind(settings: ServerSettings) -> socket.socket:
+    """A listening socket.
+
+    Raises:
+        InvalidRequest: the address cannot be listened on.
+    """
+    family = socket.AF_INET6 if ":" in settings.host else socket.AF_INET
+    sock = socket.socket(family, socket.SOCK_STREAM)
+    try:
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        sock.bind((settings.host, settings.port))
+    except OSError as error:
+        sock.close()
+        raise InvalidRequest(
+            f"cannot listen on {settings.host}:{settings.port}: {error.strerror}", param="server.port"
+        ) from None
+    sock.setblocking(False)
+    return sock
+
+
+def url_of(sock: socket.socket) -> str:
+    """The address others on this machine reach a listening socket at."""
+    host, port = sock.getsockname()[:2]
+    if host in ("0.0.0.0", "::"):
+        host = "127.0.0.1" if host == "0.0.0.0" else "::1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+class _Server(uvicorn.Server):
+    @contextlib.contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        """Signals are this module's."""
+        yield
+
+
+def make_server(app: ASGIApp, settings: ServerSettings) -> uvicorn.Server:
+    """A server that serves an app on a socket of ours."""
+    return _Server(
+        uvicorn.Config(
+            app,
+            http="httptools",
+            ws="none",
+            lifespan="off",
+            log_config=None,
+            access_log=False,
+            server_header=False,
+            proxy_headers=False,  # the caller's address in the audit log is the connection's
+            timeout_keep_alive=KEEP_ALIVE_S,
+            timeout_graceful_shutdown=int(settings.drain_s + LAST_ANSWERS_S) + 1,
+        )
+    )
+
+
+async def run(
+    app: ASGIApp,
+    service: Service,
+    sock: socket.socket,
+    *,
+    on_ready: Callable[[], None] = lambda: None,
+    exit_on_death: bool = False,
+) -> None:
+    """Serve until told to stop; then drain and close the engine. The engine is started already.
+
+    Args:
+        on_ready: called once requests are accepted.
+        exit_on_death: stop when the engine has died, so that whoever supervises the process starts another.
+
+    Raises:
+        EngineDied: the engine died (with `exit_on_death`).
+        InvalidRequest: the server could not start.
+    """
+    settings, lifecycle = service.settings, service.lifecycle
+    server = make_server(app, settings)
+
+    def stop(reason: str) -> None:
+        if lifecycle.stopping.is_set():
+            log.warning("stop_now", reason=reason)
+            server.force_exit = True
+            return
+        log.info("stop", reason=reason, in_flight=lifecycle.in_flight, drain_s=settings.drain_s)
+        lifecycle.draining = True
+        lifecycle.stopping.set()
+
+    with _stop_on_signals(stop), _stop_on_end_of_stdin(stop, wanted=settings.stop_with_stdin):
+        serving = asyncio.create_task(server.serve(sockets=[sock]), name="http server")
+        stopping = asyncio.create_task(lifecycle.stopping.wait(), name="stop requested")
+        death = asyncio.create_task(_death(service), name="engine watch") if exit_on_death else None
+        watched = {serving, stopping} | ({death} if death is not None else set())
+        try:
+            while not server.started and not serving.done():  # noqa: ASYNC110
+                await asyncio.sleep(0.01)  # uvicorn has no event for this
+            if serving.done():
+                raise InvalidRequest("the HTTP server did not start; its log has the reason", param="server")
+            on_ready()
+            await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
+            reason = death.result() if death is not None and death.done() else None
+            if reason is not None:
+                stop(f"the engine died: {reason}")
+            lifecycle.draining = True
+            lifecycle.stopping.set()
+            watchdog = _hard_stop(settings.drain_s + LAST_ANSWERS_S + HARD_STOP_S)
+            server.should_exit = True
+            await _close_engine(service)
+            await serving
+            watchdog.cancel()
+            log.info("stopped")
+        finally:
+            for task in (stopping, death):
+                if task is not None:
+                    task.cancel()
+            server.should_exit = True
+            await asyncio.gather(serving, *watched, return_exceptions=True)
+            service.pool.shutdown(wait=False, cancel_futures=True)
+        if reason is not None:
+            raise EngineDied(reason)
+
+
+def say_ready(settings: ServerSettings, *, url: str, **facts: Any) -> None:
+    """One JSON line on standard output, and in the ready file (written beside it and moved, so never half there)."""
+    line = msgspec.json.encode({"event": "ready", "url": url, "pid": os.getpid(), **facts}).decode()
+    if settings.ready_file is not None:
+        target = Path(settings.ready_file)
+        part = target.with_name(f"{target.name}.{os.getpid()}")
+        part.write_text(line + "\n", encoding="utf-8")
+        part.replace(target)
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+async def _close_engine(service: Service) -> None:
+    limit_s = service.settings.drain_s + LAST_ANSWERS_S
+    try:
+        async with asyncio.timeout(limit_s):
+            await service.engine.close(grace_s=service.settings.drain_s)
+    except TimeoutError:
+        log.error("engine_close_timed_out", limit_s=limit_s)
+
+
+async def _death(service: Service) -> str:
+    """Returns the reason once the engine is gone; a health check that only timed out is not a death."""
+    while True:
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(WATCH_S * 5):
+                health = await service.engine.health()
+            if not health.alive:
+                return health.reason or f"the engine is {health.state}"
+        await asyncio.sleep(WATCH_S)
+
+
+@contextlib.contextmanager
+def _stop_on_signals(stop: Callable[[str], None]) -> Generator[None, None, None]:
+    if threading.current_thread() is not threading.main_thread():
+        yield  # signals reach the main thread only; whoever runs the server in another stops it otherwise
+        return
+    loop = asyncio.get_running_loop()
+    numbers = (signal.SIGTERM, signal.SIGINT)
+    for number in numbers:
+        loop.add_signal_handler(number, stop, number.name)
+    try:
+        yield
+    finally:
+        for number in numbers:
+            loop.remove_signal_handler(number)
+
+
+@contextlib.contextmanager
+def _stop_on_end_of_stdin(stop: Callable[[str], None], *, wanted: bool) -> Generator[None, None, None]:
+    if not wanted:
+        yield
+        return
+    loop = asyncio.get_running_loop()
+    fd = sys.stdin.fileno()
+
+    def read() -> None:
+        if not os.read(fd, 4096):
+            loop.remove_reader(fd)
+            stop("standard input ended")
+
+    loop.add_reader(fd, read)
+    try:
+        yield
+    finally:
+        loop.remove_reader(fd)
+
+
+def _hard_stop(after_s: float) -> threading.Timer:
+    """Ends the process should the drain itself hang: a stuck engine must not leave a process behind."""
+
+    def end() -> None:
+        log.critical("hard_stop", after_s=after_s)
+        os._exit(70)
+
+    timer = threading.Timer(after_s, end)
+    timer.daemon = True
+    timer.start()
+    return timer
