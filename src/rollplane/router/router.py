@@ -31,7 +31,7 @@ from rollplane.rl.remote import RemoteWorker
 from rollplane.router.constraints import circuits, fitting
 from rollplane.router.health import Circuit, CircuitSettings, is_fault, may_move
 from rollplane.router.held import abort_events
-from rollplane.router.policies import Policy, make_policy
+from rollplane.router.policies import Policy, keeper, make_policy
 from rollplane.router.worker import RoutedWorker
 
 HASHED_IN_PLACE_BYTES: Final = 256 * 1024
@@ -316,7 +316,10 @@ class Router:
                     await asyncio.wait(self._looks, timeout=min(RECHECK_S, max(limit - time.monotonic(), 0)))
                     avoid.clear()
                     continue
-                return self.policy.order(request, circuits(fresh or fit.workers))[0]
+                candidates = circuits(fresh or fit.workers)
+                if request.idempotency_key is not None:
+                    return keeper(request.idempotency_key, candidates)
+                return self.policy.order(request, candidates)[0]
             if fit.verdict == "refuse":
                 raise fit.error
             left = limit - time.monotonic()

@@ -4,8 +4,8 @@ from collections.abc import AsyncIterator
 import numpy as np
 import pytest
 
-from rollplane.engines.wrappers.live import LiveRequests
-from rollplane.errors import Conflict, EngineFailed, RollplaneError
+from rollplane.engines.wrappers.live import KeepLimits, LiveRequests
+from rollplane.errors import Conflict, EngineFailed, IdempotencyMismatch, RollplaneError
 from rollplane.protocol.events import ChoiceEvent, EndEvent, Event
 from rollplane.protocol.info import EngineHealth, EngineInfo
 from rollplane.protocol.request import GenerateRequest
@@ -134,3 +134,112 @@ async def test_every_reader_gets_the_error() -> None:
     results = await asyncio.gather(*readers, return_exceptions=True)
     assert all(isinstance(result, EngineFailed) for result in results)
     assert live.count == 0
+
+
+def keyed(key: str = "k", digest: str = "d", request_id: str = "r") -> GenerateRequest:
+    wanted = request(request_id, digest)
+    wanted.idempotency_key = key
+    return wanted
+
+
+async def test_a_key_gives_the_first_answer_again_after_it_ended() -> None:
+    engine = Gated()
+    engine.gate.set()
+    live = LiveRequests(engine, keep=KeepLimits())
+    first = await collect(live, keyed())
+    again = await collect(live, keyed(request_id="another id"))
+    assert engine.started == ["r"]
+    assert all(a is b for a, b in zip(first, again, strict=True))
+    assert live.kept_bytes > 0
+
+
+async def test_a_request_with_a_key_runs_on_without_a_reader_and_a_retry_joins_it() -> None:
+    engine = Gated()
+    live = LiveRequests(engine, keep=KeepLimits(linger_s=60.0))
+    first = asyncio.create_task(collect(live, keyed()))
+    await settle()
+    first.cancel()
+    await settle()
+    assert engine.stopped == []
+    retry = asyncio.create_task(collect(live, keyed()))
+    await settle()
+    engine.gate.set()
+    assert len(await retry) == 3
+    assert engine.started == ["r"]
+
+
+async def test_a_request_with_a_key_is_stopped_once_nobody_came_back_for_it() -> None:
+    engine = Gated()
+    live = LiveRequests(engine, keep=KeepLimits(linger_s=0.01))
+    first = asyncio.create_task(collect(live, keyed()))
+    await settle()
+    first.cancel()
+    async with asyncio.timeout(10):
+        while not engine.stopped:  # noqa: ASYNC110 - the linger is time; the bound is above
+            await asyncio.sleep(0.005)
+    assert live.count == 0
+    engine.gate.set()
+    assert len(await collect(live, keyed())) == 3
+    assert engine.started == ["r", "r"]
+
+
+async def test_a_key_with_another_body_is_refused() -> None:
+    engine = Gated()
+    engine.gate.set()
+    live = LiveRequests(engine, keep=KeepLimits())
+    await collect(live, keyed())
+    with pytest.raises(IdempotencyMismatch, match="'k' was used with another body"):
+        await collect(live, keyed(digest="other"))
+
+
+async def test_a_failed_request_is_not_kept() -> None:
+    engine = Gated()
+    engine.fault = EngineFailed("no")
+    engine.gate.set()
+    live = LiveRequests(engine, keep=KeepLimits())
+    with pytest.raises(EngineFailed):
+        await collect(live, keyed())
+    engine.fault = None
+    assert len(await collect(live, keyed())) == 3
+
+
+async def test_kept_answers_are_bounded_in_bytes_the_oldest_go_first() -> None:
+    engine = Gated()
+    engine.gate.set()
+    live = LiveRequests(engine, keep=KeepLimits())
+    await collect(live, keyed("a"))
+    one = live.kept_bytes
+    live = LiveRequests(engine, keep=KeepLimits(max_bytes=2 * one))
+    for key in ("a", "b", "c"):
+        await collect(live, keyed(key))
+    assert live.kept_bytes == 2 * one
+    runs = len(engine.started)
+    await collect(live, keyed("c"))
+    assert len(engine.started) == runs
+    await collect(live, keyed("a"))
+    assert len(engine.started) == runs + 1
+
+
+async def test_kept_answers_are_bounded_in_time() -> None:
+    engine = Gated()
+    engine.gate.set()
+    now = [0.0]
+    live = LiveRequests(engine, keep=KeepLimits(max_age_s=10.0), clock=lambda: now[0])
+    await collect(live, keyed())
+    now[0] = 9.0
+    await collect(live, keyed())
+    assert len(engine.started) == 1
+    now[0] = 20.0
+    await collect(live, keyed())
+    assert len(engine.started) == 2
+
+
+async def test_closing_stops_what_lingers_without_a_reader() -> None:
+    engine = Gated()
+    live = LiveRequests(engine, keep=KeepLimits(linger_s=60.0))
+    first = asyncio.create_task(collect(live, keyed()))
+    await settle()
+    first.cancel()
+    await settle()
+    await live.close()
+    assert engine.stopped == ["r"]
