@@ -17,6 +17,7 @@ from rollplane.protocol.admin import (
     UpdateReport,
     WorkerRecord,
 )
+from rollplane.protocol.broadcast import GroupReport, Manifest, TransferGroup
 
 OnFailure = Literal["rollback", "fence"]
 
@@ -99,4 +100,30 @@ class PolicyAdmin(Protocol):
 
     async def adapters(self) -> list[AdapterRecord]:
         """Every generation that is loading, ready or draining."""
+        ...
+
+
+@runtime_checkable
+class BroadcastAdmin(Protocol):
+    """Weights from the trainer's memory, in a collective group whose rank 0 is the trainer."""
+
+    async def init_weights_group(self, group: TransferGroup, *, operation: Operation | None = None) -> GroupReport:
+        """Join; answers when every rank of the group is there. One group at a time."""
+        ...
+
+    async def update_from_broadcast(
+        self,
+        manifest: Manifest,
+        *,
+        version: str,
+        mode: PauseMode = "keep",
+        clear_cache: bool = False,
+        expected_digest: str | None = None,
+        operation: Operation | None = None,
+    ) -> UpdateReport:
+        """Receive while tokens are made, then pause, apply, verify and resume; all of it or nothing."""
+        ...
+
+    async def destroy_weights_group(self, *, operation: Operation | None = None) -> GroupReport:
+        """Leave; what is under way in the group ends. Idempotent."""
         ...

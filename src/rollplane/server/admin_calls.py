@@ -62,7 +62,7 @@ def admin_of(service: Service) -> PolicyAdmin:
     return service.admin
 
 
-async def decode_body(request: Request, kind: type[Body]) -> Body:
+async def decode_body(request: Request, kind: type[Body], *, limit_bytes: int = MAX_ADMIN_BODY_BYTES) -> Body:
     """The typed JSON body; an empty one is an object without fields.
 
     Raises:
@@ -70,7 +70,7 @@ async def decode_body(request: Request, kind: type[Body]) -> Body:
     """
     body = await read_body(
         request.receive,
-        limit_bytes=MAX_ADMIN_BODY_BYTES,
+        limit_bytes=limit_bytes,
         declared=request.headers.get("content-length"),
         timeout_s=60.0,
     )
@@ -136,14 +136,16 @@ async def audited(request: Request, name: str, work: Awaitable[Any]) -> Any:
     return result
 
 
-def canonical(name: str, kind: type[Body], call: Call) -> Callable[[Request], Awaitable[Response]]:
+def canonical(
+    name: str, kind: type[Body], call: Call, *, limit_bytes: int = MAX_ADMIN_BODY_BYTES
+) -> Callable[[Request], Awaitable[Response]]:
     """The handler of one `/engine/*` route: `{"status": "ok", ...}`, or `{"status": "error", "error": {...}}`."""
 
     async def handler(request: Request) -> Response:
         service: Service = request.app.state.service
 
         async def run() -> Any:
-            return await call(service, await decode_body(request, kind))
+            return await call(service, await decode_body(request, kind, limit_bytes=limit_bytes))
 
         try:
             result = await audited(request, name, run())

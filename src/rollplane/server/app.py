@@ -15,6 +15,7 @@ from rollplane.errors import RollplaneError
 from rollplane.protocol.hop import GENERATE_PATH, STATE_PATH
 from rollplane.server.admin import engine_routes
 from rollplane.server.auth import AuthMiddleware
+from rollplane.server.broadcast import broadcast_routes
 from rollplane.server.compat import compat_routes
 from rollplane.server.error_responses import error_response, on_http_exception, on_rollplane_error
 from rollplane.server.generate import generate
@@ -65,6 +66,7 @@ def route_table(role: str) -> list[ApiRoute]:
         ),
         *health_routes(),
         *engine_routes(),
+        *broadcast_routes(),
         *compat_routes(),
         ApiRoute(
             "/openapi.json",
