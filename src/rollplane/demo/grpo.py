@@ -45,7 +45,7 @@ EVALUATION_PROBLEMS = 128  # answered GROUP times each, before and after
 SAVED_STEPS = (1, 2, 3)  # rollouts and checkpoints that stay for `rollplane.demo.recompute`
 FIRST_IN_FLIGHT, IN_FLIGHT_EVERY = 4, 4  # steps whose new weights arrive while their rollouts run
 TRICKLE = 2  # requests at a time in such a step, so that the rollout outlasts the reading of the checkpoint
-MEASURED_EVERY = 10  # steps between mismatch measurements in all four settings
+MEASURED_EVERY = 5  # steps between mismatch measurements in all four settings
 
 Problem = tuple[list[int], list[int]]
 Advance = Callable[[], None]
@@ -276,6 +276,7 @@ async def learn(
         in_flight = step >= FIRST_IN_FLIGHT and (step - FIRST_IN_FLIGHT) % IN_FLIGHT_EVERY == 0
         if step and not in_flight:
             await update(version)
+        updated = time.monotonic()
         rollouts = await roll_out(
             client,
             [make_problem(rng) for _ in range(PROBLEMS)],
@@ -292,7 +293,8 @@ async def learn(
             "step": step,
             "reward": float(rollouts.rewards.mean()),
             "tokens": int(rollouts.output_tokens.sum()),
-            "rollout_seconds": rolled_out - started,
+            "update_seconds": updated - started,  # next to nothing where the update comes during the rollout
+            "rollout_seconds": rolled_out - updated,
             "policy_versions": sorted({version for spans in rollouts.versions for version, _ in spans}, key=number_of),
         }
         if in_flight:

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import transformers
 
 from rollplane.demo.figures import measure, mismatch_kl, pooled_kl
 from rollplane.demo.grpo import SAVED_STEPS
 from rollplane.demo.models import load_model
 from rollplane.demo.rollouts import Rollouts
-from rollplane.errors import NotFound
+from rollplane.errors import NotFound, RollplaneError
 
 
 def recompute(directory: Path) -> dict[str, Any]:
@@ -55,12 +56,18 @@ def recompute(directory: Path) -> dict[str, Any]:
 
 
 def main() -> int:
-    """Print the figures as JSON; exit code 2 on a wrong call."""
+    """Print the figures as JSON; exit code 1 where the run is not whole, 2 on a wrong call."""
     if len(sys.argv) != 2:
         sys.stderr.write("usage: python -m rollplane.demo.recompute DIR\n")
         return 2
     torch.set_num_threads(1)
-    sys.stdout.write(json.dumps(recompute(Path(sys.argv[1])), indent=2) + "\n")
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        figures = recompute(Path(sys.argv[1]))
+    except RollplaneError as error:
+        sys.stderr.write(f"recompute: {error.message}\n")
+        return 1
+    sys.stdout.write(json.dumps(figures, indent=2) + "\n")
     return 0
 
 
