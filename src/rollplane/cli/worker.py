@@ -35,7 +35,7 @@ async def run_worker(settings: Settings) -> None:
             component=about.component,
             system_url=url,
             hold_limit_s=about.max_hold_s,
-            isolate_by_version=about.isolate_by_version,
+            isolate_by_version=about.isolate_by_version is not False,
         ),
     )
     log.info("engine_starting", engine=about.engine, model=about.model)

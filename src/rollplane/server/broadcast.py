@@ -6,7 +6,6 @@ of names, dtypes and shapes; values travel in the group only.
 
 from typing import Annotated, Any, Final
 
-import msgspec
 from msgspec import Meta
 
 from rollplane.errors import NotFound
