@@ -70,7 +70,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     vllm_http_endpoint: Annotated[str | None, _about("Base URL of the same vLLM server's HTTP side")] = None
     engine_option: Annotated[dict[str, str], _about("Further option of the engine, as name=value")] = {}
     engine_args: Annotated[tuple[str, ...], _about("The engine's own arguments, as its command line has them")] = ()
-    isolate_by_version: Annotated[bool | None, _about("Scope cached KV by policy version, where an engine can")] = None
+    isolate_by_version: Annotated[bool | None, _about("Scope cached KV by policy version; on if absent")] = None
     max_hold_s: Annotated[Seconds, _about("Longest wait of a request while paused or updating")] = 600.0
     namespace: Annotated[str, _about("Namespace in discovery")] = "rollplane"
     component: Annotated[str, _about("Component name in discovery")] = "worker"

@@ -140,6 +140,39 @@ async def test_broadcasts_are_refused_with_the_reason(worker: Served, tmp_path: 
         assert "pickled metadata" in answer["error"]["message"]
 
 
+async def test_every_route_that_a_worker_publishes_is_there(worker: Served) -> None:
+    """Discovery names routes; a trainer calls what it finds."""
+    (record,) = (await call(worker, "/v1/rl/workers", method="GET"))[1]["workers"]
+    described = (await call(worker, "/openapi.json", method="GET"))[1]["paths"]
+
+    assert [name for name in record["routes"] if f"/engine/{name}" not in described] == []
+
+
+async def test_an_engine_that_receives_no_broadcast_says_what_it_takes() -> None:
+    group = {"master_address": "127.0.0.1", "master_port": 29501, "rank_offset": 1, "world_size": 2}
+    tensors = [{"name": "w", "dtype": "float32", "shape": [2]}]
+    async with serving(Worker(ScriptedEngine())) as served:
+        for route, body in (
+            ("init_weights_update_group", group),
+            ("update_weights_from_distributed", {"tensors": tensors, "weight_version": "v1"}),
+            ("stage_weights_from_distributed", {"tensors": tensors}),
+            ("destroy_weights_update_group", {}),
+        ):
+            status, answer = await call(served, f"/engine/{route}", body)
+            assert status == 400, route
+            assert "receives no weights by broadcast" in answer["error"]["message"]
+
+
+async def test_staged_weights_are_applied_by_their_digest(worker: Served, tmp_path: Path) -> None:
+    weights = checkpoint(tmp_path / "v1", "one")
+    digest = (await call(worker, "/engine/stage_weights", {"model_path": weights}))[1]["digest"]
+    body = {"digest": digest, "weight_version": "seven"}
+    status, report = await call(worker, "/engine/apply_staged_weights", body)
+
+    assert (status, report["policy_version"], report["digest"]) == (200, "seven", digest)
+    assert (await call(worker, "/engine/apply_staged_weights", {**body, "digest": "0" * 64}))[0] in (404, 409)
+
+
 async def test_a_route_without_backing_is_a_404(worker: Served) -> None:
     for path in ("/sleep", "/wake_up", "/init_weight_transfer_engine", "/start_weight_update", "/collective_rpc"):
         assert (await call(worker, path, {}))[0] == 404

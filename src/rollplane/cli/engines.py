@@ -21,7 +21,6 @@ NAMES: Final[dict[str, tuple[str, ...]]] = {
     "dtype": ("dtype",),
     "policy_version": ("policy_version", "version"),
     "seed": ("seed",),
-    "isolate_by_version": ("isolate_by_version",),
     "grpc_endpoint": ("endpoint",),
     "vllm_http_endpoint": ("http_endpoint",),
     "engine_args": ("engine_args",),
@@ -47,8 +46,8 @@ def build_engine(settings: WorkerSettings) -> Engine:
         if name is None:
             raise InvalidRequest(f"the {settings.engine} engine has no setting {ours}", param=f"worker.{ours}")
         values[name] = value
-    if "isolate_by_version" in fields:
-        values["isolate_by_version"] = settings.isolate_by_version
+    if settings.isolate_by_version is not None and "isolate_by_version" in fields:
+        values["isolate_by_version"] = settings.isolate_by_version  # for the others the worker does it
     if settings.served_model_name:
         _name_model(settings, fields, values)
     for name, text in settings.engine_option.items():

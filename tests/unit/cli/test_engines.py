@@ -53,3 +53,8 @@ def test_what_an_engine_does_not_know_is_refused(settings: dict[str, object], sa
 def test_an_engine_without_settings_cannot_be_a_worker() -> None:
     with pytest.raises(InvalidRequest, match="cannot be run as a worker"):
         build_engine(WorkerSettings(engine="remote"))
+
+
+@pytest.mark.parametrize("isolate", [None, True, False])
+def test_isolation_by_version_is_the_workers_where_the_engine_has_none_of_its_own(isolate: bool | None) -> None:
+    assert isinstance(built(isolate_by_version=isolate), MockEngine)
