@@ -22,6 +22,7 @@ ALLOWED = {
         "rollplane.demo",
         "rollplane.engines.collective",
         "rollplane.engines.embedded",
+        "rollplane.engines.tensors",
         "rollplane.engines.vllm",
     ),
     "transformers": ("rollplane.engines.embedded", "rollplane.demo"),

@@ -20,6 +20,7 @@ from rollplane.protocol.admin import (
     UpdateReport,
     WorkerRecord,
 )
+from rollplane.protocol.broadcast import GroupReport, Manifest, TransferGroup
 
 OPERATION_S: Final = 600.0
 """Limit of a call that changes something, and has none of its own."""
@@ -137,6 +138,94 @@ class AdminClient:
         """Read and check a checkpoint on a worker while it makes tokens; an update with its digest then uses it."""
         body = {"model_path": path, **_named(operation_id, step=0, epoch=epoch, deadline_s=deadline_s)}
         return await self._call("stage_weights", body, StagedWeights, limit_s=deadline_s)
+
+    async def apply_staged(
+        self,
+        digest: str,
+        *,
+        version: str,
+        mode: PauseMode = "keep",
+        clear_cache: bool = False,
+        operation_id: str | None = None,
+        epoch: int | None = None,
+        deadline_s: float = OPERATION_S,
+    ) -> UpdateReport:
+        """Put weights in place on a worker that it staged before, by their digest."""
+        body = {
+            "digest": digest,
+            "weight_version": version,
+            "mode": mode,
+            "clear_cache": clear_cache,
+            **_named(operation_id, step=0, epoch=epoch, deadline_s=deadline_s),
+        }
+        return await self._call("apply_staged_weights", body, UpdateReport, limit_s=deadline_s)
+
+    async def init_weights_group(
+        self,
+        group: TransferGroup,
+        *,
+        operation_id: str | None = None,
+        epoch: int | None = None,
+        deadline_s: float = OPERATION_S,
+    ) -> GroupReport:
+        """Let the receivers join a weight group; answers when all of its ranks are there. See `client.weights`."""
+        body = {
+            **msgspec.to_builtins(group),
+            **_named(operation_id, step=0, epoch=epoch, deadline_s=deadline_s),
+        }
+        return await self._call("init_weights_update_group", body, GroupReport, limit_s=deadline_s)
+
+    async def stage_broadcast(
+        self,
+        manifest: Manifest,
+        *,
+        operation_id: str | None = None,
+        epoch: int | None = None,
+        deadline_s: float = OPERATION_S,
+    ) -> StagedWeights:
+        """Let a worker receive what rank 0 now broadcasts, and keep it beside its model."""
+        body = {
+            **msgspec.to_builtins(manifest),
+            **_named(operation_id, step=0, epoch=epoch, deadline_s=deadline_s),
+        }
+        return await self._call("stage_weights_from_distributed", body, StagedWeights, limit_s=deadline_s)
+
+    async def update_from_broadcast(
+        self,
+        manifest: Manifest,
+        *,
+        version: str,
+        mode: PauseMode = "keep",
+        clear_cache: bool = False,
+        expected_digest: str | None = None,
+        operation_id: str | None = None,
+        epoch: int | None = None,
+        deadline_s: float = OPERATION_S,
+    ) -> UpdateReport:
+        """Let a worker receive what rank 0 now broadcasts, and serve it under this version."""
+        body = {
+            **msgspec.to_builtins(manifest),
+            "weight_version": version,
+            "mode": mode,
+            "clear_cache": clear_cache,
+            "expected_digest": expected_digest,
+            **_named(operation_id, step=0, epoch=epoch, deadline_s=deadline_s),
+        }
+        return await self._call("update_weights_from_distributed", body, UpdateReport, limit_s=deadline_s)
+
+    async def destroy_weights_group(
+        self, *, operation_id: str | None = None, epoch: int | None = None, deadline_s: float = QUERY_S
+    ) -> GroupReport:
+        """Let the receivers leave their weight group; without one nothing happens."""
+        body = _named(operation_id, step=0, epoch=epoch, deadline_s=deadline_s)
+        return await self._call("destroy_weights_update_group", body, GroupReport, limit_s=deadline_s)
+
+    async def world_size(self) -> int:
+        """How many ranks receive weights behind this address; the trainer is one more."""
+        size = (await self._post("get_world_size", {}, limit_s=QUERY_S)).get("world_size")
+        if not isinstance(size, int):
+            raise TransportError("get_world_size answered no world_size")
+        return size
 
     async def policy_version(self) -> str:
         """The version that makes tokens now.

@@ -6,6 +6,7 @@ a failure the group is out of step and can only be closed. Import it lazily: it 
 
 import contextlib
 import ipaddress
+import threading
 import time
 from datetime import timedelta
 from typing import Any, Final
@@ -19,6 +20,8 @@ from rollplane.errors import DeadlineExceeded, EngineFailed, InvalidRequest
 from rollplane.protocol.broadcast import Backend, Bucket, Manifest, buckets
 
 _SHORTEST: Final = timedelta(milliseconds=1)
+_POLL_S: Final = 0.02
+"""Between two looks for the other ranks."""
 
 
 def backends() -> list[Backend]:
@@ -53,6 +56,7 @@ class Collective:
     Args:
         store: from `open_store`; kept for as long as the group lives.
         host: where the store is: a loopback address keeps the group's own traffic on loopback too.
+        stop: set by another thread to give up waiting for the other ranks.
         device: of the tensors; None: the processor for gloo, the current GPU for NCCL.
 
     Raises:
@@ -70,6 +74,7 @@ class Collective:
         world_size: int,
         backend: Backend = "gloo",
         device: torch.device | None = None,
+        stop: threading.Event | None = None,
         deadline_s: float,
     ) -> None:
         if backend not in backends():
@@ -85,6 +90,7 @@ class Collective:
         prefixed = PrefixStore(f"rollplane/{name}", store)
         prefixed.set_timeout(_timeout(deadline_s))
         try:
+            self._gather(prefixed, stop or threading.Event(), ends=ends)
             self._group = self._make(prefixed, host=host, deadline_s=deadline_s)
             # NCCL connects at first use; one byte makes sure of every rank before anybody counts on the group.
             self._broadcast(torch.zeros(1, dtype=torch.uint8, device=self.device), ends=ends)
@@ -127,6 +133,16 @@ class Collective:
         """Leave; a call that blocks in another thread ends. Idempotent."""
         with contextlib.suppress(RuntimeError):
             self._group.abort()
+
+    def _gather(self, store: Store, stop: threading.Event, *, ends: float) -> None:
+        """Return once every rank has come: making the group itself cannot be called off."""
+        store.set(f"rank {self.rank}", "here")
+        ranks = [f"rank {rank}" for rank in range(self.world_size)]
+        while not store.check(ranks):
+            if stop.wait(_POLL_S):
+                raise RuntimeError("called off")
+            if time.monotonic() >= ends:
+                raise RuntimeError("timed out")
 
     def _make(self, store: Store, *, host: str, deadline_s: float) -> Any:
         if self.backend == "nccl":

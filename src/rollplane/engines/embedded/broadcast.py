@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import threading
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
@@ -9,7 +10,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from rollplane.engines.collective import Collective, backends, open_store
-from rollplane.engines.embedded.weights import CheckpointLayout, LoadedCheckpoint, content_digest
+from rollplane.engines.embedded.weights import CheckpointLayout, LoadedCheckpoint
+from rollplane.engines.tensors import content_digest
 from rollplane.errors import Conflict, EngineFailed, InvalidRequest
 from rollplane.protocol.broadcast import Manifest, TransferGroup
 
@@ -23,6 +25,7 @@ class Receiver:
         self._group: Collective | None = None
         self._name = ""
         self._thread: ThreadPoolExecutor | None = None
+        self._stop = threading.Event()
 
     def __repr__(self) -> str:
         return f"<Receiver {self._group!r}>"
@@ -35,9 +38,10 @@ class Receiver:
             raise InvalidRequest(
                 f"the {group.backend} backend does not work here; {', '.join(backends())} do", param="backend"
             )
+        self._stop = threading.Event()
         self._thread, self._name = ThreadPoolExecutor(1, thread_name_prefix="rollplane-broadcast"), group.group_name
         try:
-            self._group = await self._run(partial(_join, group, deadline_s))
+            self._group = await self._run(partial(_join, group, deadline_s, self._stop))
         except BaseException:
             await self.leave()
             raise
@@ -57,7 +61,8 @@ class Receiver:
         return await self._run(work)
 
     async def leave(self) -> None:
-        """See `BroadcastReceiver.leave_group`. A thread that still joins ends at its own deadline."""
+        """See `BroadcastReceiver.leave_group`."""
+        self._stop.set()
         group, self._group = self._group, None
         thread, self._thread = self._thread, None
         if group is not None:
@@ -77,7 +82,7 @@ class Receiver:
             raise
 
 
-def _join(group: TransferGroup, deadline_s: float) -> Collective:
+def _join(group: TransferGroup, deadline_s: float, stop: threading.Event) -> Collective:
     store = open_store(group.master_address, group.master_port, is_master=False, deadline_s=deadline_s)
     return Collective(
         store,
@@ -87,6 +92,7 @@ def _join(group: TransferGroup, deadline_s: float) -> Collective:
         world_size=group.world_size,
         backend=group.backend,
         deadline_s=deadline_s,
+        stop=stop,
     )
 
 

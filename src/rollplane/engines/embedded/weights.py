@@ -4,8 +4,6 @@ On disk every expert projection is a tensor of its own; in memory a layer's expe
 tensor on disk to a view of the parameter that holds it, so that copying needs no conversion and no second model.
 """
 
-import hashlib
-import struct
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,6 +14,7 @@ from safetensors import SafetensorError
 from torch import Tensor
 
 from rollplane.engines.embedded.model import CausalModel
+from rollplane.engines.tensors import content_digest
 from rollplane.errors import InvalidRequest, NotFound
 
 _READABLE = ("float32", "bfloat16", "float16")
@@ -151,19 +150,6 @@ def read_safetensors(file: Path) -> dict[str, Tensor]:
         return safetensors.torch.load(file.read_bytes())
     except (SafetensorError, OSError) as error:
         raise InvalidRequest(f"{file} is not a readable safetensors file: {error}") from error
-
-
-def content_digest(tensors: Mapping[str, Tensor]) -> str:
-    """sha256 over (name, dtype, shape, bytes) of every tensor in the order of names; 64 hex digits."""
-    digest = hashlib.sha256()
-    for name in sorted(tensors):
-        tensor = tensors[name].contiguous()
-        head = f"{name}\0{tensor.dtype}\0{','.join(map(str, tensor.shape))}".encode()
-        digest.update(struct.pack(">Q", len(head)))
-        digest.update(head)
-        digest.update(struct.pack(">Q", tensor.numel() * tensor.element_size()))
-        digest.update(tensor.reshape(-1).view(torch.uint8).numpy().data)
-    return digest.hexdigest()
 
 
 def _list(names: list[str]) -> str:
