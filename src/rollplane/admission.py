@@ -82,10 +82,16 @@ def wants_routes(request: GenerateRequest, info: EngineInfo) -> bool:
 
 
 def wants_mask(request: GenerateRequest, info: EngineInfo) -> bool:
-    """Whether the answer carries sampling masks: asked for, or given by default where the engine has them."""
+    """Whether the answer carries sampling masks: asked for, or given by default where the engine has them.
+
+    By default only where they say something: the support is truncated, restricted to allowed ids, or one token (greedy).
+    A mask of the whole vocabulary for every token is made only for those who ask.
+    """
     if request.options.sampling_mask is not None:
         return request.options.sampling_mask
-    return info.capabilities.sampling_mask and not request.scores_only
+    params = request.sampling
+    restricted = params.truncates or params.get("temperature", 1.0) == 0 or params.get("allowed_token_ids") is not None
+    return info.capabilities.sampling_mask and restricted and not request.scores_only
 
 
 def effective_sampling(request: GenerateRequest, info: EngineInfo, *, cap: int | None = None) -> dict[str, Any]:

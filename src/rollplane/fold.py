@@ -13,7 +13,7 @@ from rollplane.errors import EngineProtocolError
 from rollplane.protocol.arrays import Int32Array, empty_int32
 from rollplane.protocol.artifacts import Alternatives, TokenLogprobs, concat_offsets
 from rollplane.protocol.events import ChoiceEvent, EndEvent, Event, PromptEvent
-from rollplane.protocol.invariants import check_choice, check_prompt, check_response, check_token_ids
+from rollplane.protocol.invariants import check_choice, check_prompt, check_response, check_token_ids, ended_unstarted
 from rollplane.protocol.response import Choice, GenerateResponse, Usage
 
 
@@ -201,7 +201,7 @@ class Fold:
             metrics=end.metrics,
             served_by=end.served_by,
         )
-        if self.plan.prompt_logprobs and response.prompt_logprobs is None:
+        if self.plan.prompt_logprobs and response.prompt_logprobs is None and not ended_unstarted(response):
             raise EngineProtocolError("prompt logprobs were asked for and are missing")
         return response
 

@@ -202,8 +202,19 @@ def test_side_channels_are_given_by_default_and_left_out_when_refused(
     asked: bool | None, able: bool, given: bool
 ) -> None:
     engine = info(routed_experts=able, sampling_mask=able)
-    req = request(top={"rollplane": {"routed_experts": asked, "sampling_mask": asked}})
+    req = request(top_k=5, top={"rollplane": {"routed_experts": asked, "sampling_mask": asked}})
     assert (wants_routes(req, engine), wants_mask(req, engine)) == (given, given)
+
+
+@pytest.mark.parametrize(
+    ("sampling", "given"),
+    [({}, False), ({"top_p": 0.9}, True), ({"min_p": 0.1}, True), ({"temperature": 0}, True)]
+    + [({"allowed_token_ids": [1, 2]}, True), ({"top_k": -1, "top_p": 1.0}, False)],
+)
+def test_a_mask_of_the_whole_vocabulary_is_made_only_for_those_who_ask(sampling: dict[str, Any], given: bool) -> None:
+    engine = info(sampling_mask=True)
+    assert wants_mask(request(**sampling), engine) is given
+    assert wants_mask(request(**sampling, top={"rollplane": {"sampling_mask": True}}), engine)
 
 
 def test_scoring_requests_get_side_channels_only_when_they_ask() -> None:

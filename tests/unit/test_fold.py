@@ -227,3 +227,13 @@ def test_opposite_errors_in_two_deltas_do_not_cancel_out() -> None:
 def test_ids_are_concatenated_in_order(parts: list[list[int]]) -> None:
     found = concat_ids([int32(ids) for ids in parts])
     assert (found.tolist(), found.dtype) == ([x for ids in parts for x in ids], np.int32)
+
+
+def test_a_request_aborted_before_its_prompt_was_computed_has_nothing_to_say_of_it() -> None:
+    fold = Fold(plan(prompt_logprobs=True))
+    fold.add(PromptEvent(prompt_tokens=3))
+    fold.add(ChoiceEvent(index=0, token_ids=np.empty(0, dtype=np.int32), finish_reason="abort"))
+    fold.add(EndEvent())
+    response = fold.response()
+    assert response.prompt_logprobs is None
+    check_again(response, plan(prompt_logprobs=True))

@@ -57,7 +57,7 @@ def check_response(
         )
     for choice in response.choices:
         check_choice(choice, prompt_tokens=prompt, logprobs=logprobs, mask=mask, routes_start=routes_start)
-    if prompt_logprobs and response.prompt_logprobs is None:
+    if prompt_logprobs and response.prompt_logprobs is None and not ended_unstarted(response):
         raise EngineProtocolError("prompt logprobs were asked for and are missing")
     check_prompt(response.prompt_token_ids, response.prompt_logprobs, prompt_tokens=prompt)
 
@@ -82,6 +82,11 @@ def check_prompt(prompt_token_ids: Int32Array | None, logprobs: PromptLogprobs |
                 f"prompt_logprobs: position {at} begins with id {int(first[at - 1])}, the prompt has "
                 f"{int(prompt_token_ids[at])} there"
             )
+
+
+def ended_unstarted(response: GenerateResponse) -> bool:
+    """Whether the request was aborted before its prompt was computed: there is nothing to say of the prompt then."""
+    return all(choice.finish_reason == "abort" and choice.token_ids.size == 0 for choice in response.choices)
 
 
 def check_choice(
