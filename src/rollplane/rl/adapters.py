@@ -15,11 +15,11 @@ from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Final, Literal
 
+from rollplane.engines.adapter_files import inspect_adapter
 from rollplane.engines.base import AdapterHost
 from rollplane.errors import Conflict, NotFound, RollplaneError
 from rollplane.protocol.admin import AdapterRecord
 from rollplane.protocol.info import LoraCapability
-from rollplane.rl.adapter_files import inspect_adapter
 from rollplane.rl.base import Operation
 from rollplane.rl.operations import Operations
 

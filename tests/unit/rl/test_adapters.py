@@ -8,10 +8,10 @@ from safetensors.numpy import save_file
 from tests.unit.rl.fakes import FakeHost
 from tests.waiting import until
 
+from rollplane.engines.adapter_files import inspect_adapter
 from rollplane.errors import Conflict, EngineFailed, InvalidRequest, NotFound
 from rollplane.identity import adapter_digest
 from rollplane.protocol.info import LoraCapability
-from rollplane.rl.adapter_files import inspect_adapter
 from rollplane.rl.adapters import AdapterTable
 
 

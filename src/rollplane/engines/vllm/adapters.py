@@ -8,11 +8,11 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
+from rollplane.engines.adapter_files import inspect_adapter
 from rollplane.engines.vllm.checkpoints import Checkpoint, check_adapter_fits
 from rollplane.engines.vllm.versions import VllmApi
 from rollplane.errors import Conflict, EngineDied, InvalidRequest, NotFound
 from rollplane.protocol.info import LoraCapability
-from rollplane.rl.adapter_files import inspect_adapter
 
 
 class Adapters:
