@@ -106,11 +106,27 @@ class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     max_backoff_s: Annotated[Seconds, _about("Longest pause before a restart")] = 30.0
 
 
+class MockVllmSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A vLLM gRPC server without vLLM, for tests and load. Sizes in bytes."""
+
+    host: Annotated[str, _about("Address to listen on")] = "127.0.0.1"
+    port: Annotated[Port, _about("Port to listen on; 0 takes a free one")] = 50_051
+    tokens_per_message: Annotated[int, Meta(ge=0), _about("How streams are cut; 0: as the engine makes them")] = 1
+    model: Annotated[str | None, _about("Directory that clients may read as the model's; none if absent")] = None
+    world_size: Annotated[Annotated[int, Meta(ge=0)] | None, _about("World size to report; 0 as older servers do")] = (
+        None
+    )
+    max_request_bytes: Annotated[Bytes, _about("Largest request")] = 32 * 2**20
+    engine_option: Annotated[dict[str, str], _about("Option of the mock engine, as name=value")] = {}
+    ready_file: Annotated[str | None, _about("File that gets a JSON line once the server accepts requests")] = None
+
+
 TABLES: Final[dict[str, type[msgspec.Struct]]] = {
     "server": ServerSettings,
     "worker": WorkerSettings,
     "frontend": FrontendSettings,
     "serve": ServeSettings,
+    "mock_vllm": MockVllmSettings,
 }
 """Every table of a config file and its record."""
 

@@ -33,6 +33,11 @@ def _serve(settings: Settings) -> None:
     importlib.import_module("rollplane.cli.supervisor").main(settings)
 
 
+def _mock_vllm(settings: Settings) -> None:
+    """Serve a mock engine as a vLLM gRPC server: for tests and load, without a model."""
+    importlib.import_module("rollplane.cli.mock_vllm").main(settings)
+
+
 app.command("worker")(settings_command(["server", "worker"], _worker))
 app.command("frontend")(settings_command(["server", "frontend"], _frontend))
 app.command("serve")(
@@ -51,6 +56,9 @@ app.command("serve")(
         ),
     )
 )
+
+
+app.command("mock-vllm")(settings_command(["mock_vllm"], _mock_vllm))
 
 
 @app.command(

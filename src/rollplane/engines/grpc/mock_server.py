@@ -4,6 +4,7 @@ It behaves as vllm-rs 0.31 does where the two can be told apart over the wire, a
 """
 
 import asyncio
+from collections import deque
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from contextlib import aclosing
 from typing import Any, Final, TypeAlias
@@ -74,6 +75,7 @@ class MockVllmServer:
         world_size: what GetServerInfo reports; 0 as older servers do.
         multimodal: what GetModelInfo reports; None: whether the engine takes features.
         max_request_bytes: larger requests are refused.
+        recorded_calls: how many of the last inference calls are kept in `calls`.
         credentials: TLS.
     """
 
@@ -87,11 +89,12 @@ class MockVllmServer:
         world_size: int | None = None,
         multimodal: bool | None = None,
         max_request_bytes: int = MAX_REQUEST_BYTES,
+        recorded_calls: int = 10_000,
         credentials: grpc.ServerCredentials | None = None,
     ) -> None:
         self.engine = engine
         self.port = 0
-        self.calls: list[RecordedCall] = []
+        self.calls: deque[RecordedCall] = deque(maxlen=recorded_calls)
         self.called = asyncio.Event()
         """Set at every recorded call; clear it to wait for the next one."""
         self._address = address
