@@ -8,6 +8,7 @@ A worker that fails before that leaves every worker at the old version. Needs to
 """
 
 import asyncio
+import contextlib
 import threading
 import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
@@ -21,8 +22,10 @@ from rollplane.errors import Conflict, EngineFailed, InvalidRequest, RollplaneEr
 from rollplane.protocol.admin import PauseMode, PauseReport, StagedWeights, UpdateReport
 from rollplane.protocol.broadcast import (
     DEFAULT_BUCKET_BYTES,
+    DTYPE_BYTES,
     Backend,
     Manifest,
+    TensorSpec,
     TransferGroup,
 )
 
@@ -145,20 +148,18 @@ class WeightSender:
         """
         manifest = manifest_of(tensors, bucket_bytes=self._bucket_bytes)
         operation = operation_id or uuid.uuid4().hex
+        kept = dict(tensors)
+        digest = await asyncio.to_thread(_digest, kept)
+        if await self._all_have(version, digest):
+            return await self._apply_all(
+                digest, version=version, mode=mode, clear_cache=clear_cache, operation=operation
+            )
         await self.open()
-        digest = await self._distribute(manifest, tensors, operation)
+        await self._distribute(manifest, kept, digest)
         paused = await self._pause_all(mode, clear_cache=clear_cache)
         try:
-            reports = await self._on_all(
-                lambda client: client.apply_staged(
-                    digest,
-                    version=version,
-                    mode=mode,
-                    clear_cache=clear_cache,
-                    operation_id=f"{operation}/apply",
-                    deadline_s=self.deadline_s,
-                ),
-                what="given the new weights",
+            reports = await self._apply_all(
+                digest, version=version, mode=mode, clear_cache=clear_cache, operation=operation
             )
             versions = await self._on_all(lambda client: client.policy_version(), what="asked for their version")
         except RollplaneError:
@@ -192,33 +193,53 @@ class WeightSender:
 
     # -- steps -----------------------------------------------------------------------------------------------------
 
-    async def _distribute(self, manifest: Manifest, tensors: "Mapping[str, Tensor]", operation: str) -> str:
-        """All workers have all bytes beside their models; the digest."""
+    async def _all_have(self, version: str, digest: str) -> bool:
+        """Whether an earlier try brought every worker there already."""
+        found = await self._on_all(lambda client: client.workers(), what="asked for their policy")
+        return all(
+            record.policy_version == version and record.policy_digest == digest and record.state == "ready"
+            for records in found.values()
+            for record in records
+        )
+
+    async def _distribute(self, manifest: Manifest, tensors: "dict[str, Tensor]", digest: str) -> None:
+        """All workers have all bytes beside their models."""
         group = self._group
         if group is None:
             raise Conflict("there is no weight group")
-        kept = dict(tensors)
-        digest = asyncio.ensure_future(asyncio.to_thread(_digest, kept))
 
         def receive(client: AdminClient, url: str) -> Awaitable[StagedWeights]:
-            return client.stage_broadcast(manifest, operation_id=f"{operation}/receive", deadline_s=self.deadline_s)
+            # Not to be asked for again under one name: a broadcast is missed by whoever answers from memory.
+            return client.stage_broadcast(manifest, deadline_s=self.deadline_s)
 
         try:
             _, staged = await self._both(
-                partial(group.send, manifest, kept, deadline_s=self.deadline_s), receive, what="sent the weights"
+                partial(group.send, manifest, tensors, deadline_s=self.deadline_s), receive, what="sent the weights"
             )
-            wanted = await digest
         except BaseException:
-            await asyncio.gather(digest, return_exceptions=True)
             await self.close_group()
             raise
-        wrong = {url: report.digest for url, report in staged.items() if report.digest != wanted}
+        wrong = {url: report.digest for url, report in staged.items() if report.digest != digest}
         if wrong:
             raise Conflict(
                 f"{len(wrong)} workers received other bytes than were sent; nothing changed",
-                details={"sent": wanted, "received": wrong},
+                details={"sent": digest, "received": wrong},
             )
-        return wanted
+
+    async def _apply_all(
+        self, digest: str, *, version: str, mode: PauseMode, clear_cache: bool, operation: str
+    ) -> dict[str, UpdateReport]:
+        return await self._on_all(
+            lambda client: client.apply_staged(
+                digest,
+                version=version,
+                mode=mode,
+                clear_cache=clear_cache,
+                operation_id=f"{operation}/apply",
+                deadline_s=self.deadline_s,
+            ),
+            what="given the new weights",
+        )
 
     async def _pause_all(self, mode: PauseMode, *, clear_cache: bool) -> dict[str, PauseReport]:
         paused: dict[str, PauseReport] = {}
@@ -236,16 +257,20 @@ class WeightSender:
         return paused
 
     async def _resume_those_at(self, version: str, paused: dict[str, PauseReport]) -> None:
-        """After a failed change: workers at the new version go on, the others stay paused until somebody mends them."""
-        for url, report in paused.items():
-            if report.already_paused:
-                continue
-            client = self._clients[url]
-            try:
-                if await client.policy_version() == version:
-                    await client.resume()
-            except RollplaneError:
-                continue
+        """After a failed change: whoever has the new version goes on, or all do where nobody has it.
+
+        The others stay paused: two versions at once are for the caller to allow.
+        """
+        mine = [url for url, report in paused.items() if not report.already_paused]
+        versions: dict[str, str] = {}
+        for url in paused:
+            with contextlib.suppress(RollplaneError):
+                versions[url] = await self._clients[url].policy_version()
+        if version in versions.values():
+            mine = [url for url in mine if versions.get(url) == version]
+        for url in mine:
+            with contextlib.suppress(RollplaneError):  # a worker of unknown version refuses, as it should
+                await self._clients[url].resume()
 
     async def _on_these(self, urls: Sequence[str], call: Callable[[AdminClient], Awaitable[T]]) -> None:
         await self._on_all_named(lambda client, _: call(client), what="resumed", urls=urls)
