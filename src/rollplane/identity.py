@@ -128,17 +128,27 @@ def block_keys(
         adapter: engine-side adapter name; likewise.
 
     Each key is xxh3-64 of the block's tokens (little-endian int32) seeded with the key before it; the chain starts from
-    a hash of the domain, salt and adapter.
+    `scope_key`.
     """
+    return chained_keys(tokens, block_tokens=block_tokens, parent=scope_key(salt=salt, adapter=adapter))
+
+
+def scope_key(*, salt: str | None, adapter: str | None) -> int:
+    """What a chain of block keys starts from: a hash of the domain, salt and adapter."""
     scope = xxhash.xxh3_64(BLOCK_DOMAIN)
     for part in (salt or "", adapter or ""):
         data = part.encode()
         scope.update(struct.pack(">Q", len(data)) + data)
-    key = scope.intdigest()
-    keys: list[int] = []
-    raw = np.ascontiguousarray(tokens, dtype="<i4").view(np.uint8).data
-    size = block_tokens * 4
-    for at in range(0, len(raw) - size + 1, size):
-        key = xxhash.xxh3_64_intdigest(raw[at : at + size], seed=key)
+    return scope.intdigest()
+
+
+def chained_keys(tokens: Int32Array, *, block_tokens: int, parent: int) -> list[int]:
+    """The keys of full blocks that follow a block with the key `parent` (or a `scope_key`); see `block_keys`."""
+    whole = tokens.size - tokens.size % block_tokens
+    blocks = np.ascontiguousarray(tokens[:whole], dtype="<i4").view(f"V{block_tokens * 4}")
+    key, keys = parent, []
+    digest = xxhash.xxh3_64_intdigest
+    for block in blocks.tolist():
+        key = digest(block, key)
         keys.append(key)
     return keys

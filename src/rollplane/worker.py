@@ -9,14 +9,14 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
 from contextlib import AsyncExitStack
 from typing import Final
 
 import msgspec
 
 from rollplane.admission import check_request, effective_sampling, request_warnings
-from rollplane.engines.base import AdapterHost, BroadcastReceiver, Engine, WeightReceiver
+from rollplane.engines.base import AdapterHost, BroadcastReceiver, Engine, KvEventSource, WeightReceiver
 from rollplane.engines.wrappers.live import KeepLimits, LiveRequests
 from rollplane.errors import Conflict, DeadlineExceeded, EngineProtocolError, InvalidRequest, NotFound, Unavailable
 from rollplane.identity import engine_salt, identify
@@ -33,6 +33,7 @@ from rollplane.protocol.admin import (
 from rollplane.protocol.broadcast import GroupReport, Manifest, TransferGroup
 from rollplane.protocol.events import EndEvent, Event
 from rollplane.protocol.info import EngineHealth, EngineInfo, EngineState
+from rollplane.protocol.kv_events import KvBatch
 from rollplane.protocol.request import GenerateRequest
 from rollplane.protocol.state import HEARTBEAT_S, WorkerState
 from rollplane.rl.adapters import AdapterTable
@@ -80,6 +81,8 @@ class Worker:
         self.engine = engine
         self.instance_id = uuid.uuid4().hex[:16]
         self.epoch: int | None = None
+        self.cache_generation = 0
+        """Grows whenever cached KV may be gone: routers forget what they knew of it, whatever the engine's events say."""
         self.policy: PolicyControl | None = None
         self.broadcast: BroadcastControl | None = None
         self.adapter_table: AdapterTable | None = None
@@ -113,6 +116,18 @@ class Worker:
     def version(self) -> str:
         """The policy version that makes tokens."""
         return self.policy.version if self.policy is not None else "default"
+
+    @property
+    def salts_by_version(self) -> bool:
+        """Whether the engine's salt is scoped by the policy version, here or in the engine; see `identity.engine_salt`."""
+        if getattr(self.engine, "isolates_versions", False):
+            return bool(getattr(getattr(self.engine, "settings", None), "isolate_by_version", True))
+        return self.settings.isolate_by_version
+
+    @property
+    def says_kv_events(self) -> bool:
+        """Whether `kv_feed` works here."""
+        return isinstance(self.engine, KvEventSource) and self.engine.info.block_tokens is not None
 
     @property
     def live_requests(self) -> int:
@@ -269,7 +284,27 @@ class Worker:
             paused=self.policy is not None and self.policy.paused_by_caller,
             adapters=await self.adapters(),
             routes=self.routes(),
+            cache_generation=self.cache_generation,
+            salts_by_version=self.salts_by_version,
+            kv_events=self.says_kv_events,
         )
+
+    async def kv_feed(self) -> AsyncGenerator[KvBatch, None]:
+        """What the engine caches: first all of it, then every change; ends with the engine.
+
+        Raises:
+            NotFound: the engine says no KV events.
+        """
+        if not self.says_kv_events or not isinstance(self.engine, KvEventSource):
+            raise NotFound(f"the {self.info.engine} engine says no KV events here")
+        batches = self.engine.kv_events()
+        try:
+            async for events in batches:
+                yield KvBatch(instance=self.instance_id, generation=self.cache_generation, events=events)
+        finally:
+            close = getattr(batches, "aclose", None)
+            if close is not None:
+                await close()
 
     async def watch(self) -> AsyncGenerator[WorkerState, None]:
         """The state now, after every change, and every `HEARTBEAT_S` seconds, until this worker closes."""
@@ -286,7 +321,10 @@ class Worker:
 
     async def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = False) -> PauseReport:
         """See `PolicyAdmin.pause`."""
-        return await self._policy().pause(mode, clear_cache=clear_cache)
+        if mode == "keep" and not clear_cache:
+            return await self._policy().pause(mode)
+        with self._cache_in_doubt():
+            return await self._policy().pause(mode, clear_cache=clear_cache)
 
     async def resume(self) -> ResumeReport:
         """See `PolicyAdmin.resume`."""
@@ -310,14 +348,15 @@ class Worker:
     ) -> UpdateReport:
         """See `PolicyAdmin.update_from_disk`. One worker needs no roll-back: a refused update leaves it as it was."""
         self._check_epoch(operation)
-        return await self._policy().update_from_disk(
-            path,
-            version=version,
-            mode=mode,
-            clear_cache=clear_cache,
-            expected_digest=expected_digest,
-            operation=operation,
-        )
+        with self._cache_in_doubt():
+            return await self._policy().update_from_disk(
+                path,
+                version=version,
+                mode=mode,
+                clear_cache=clear_cache,
+                expected_digest=expected_digest,
+                operation=operation,
+            )
 
     async def apply_staged(
         self,
@@ -330,9 +369,10 @@ class Worker:
     ) -> UpdateReport:
         """Put weights in place that were staged before, from a directory or a broadcast, by their digest."""
         self._check_epoch(operation)
-        return await self._policy().apply_staged(
-            digest, version=version, mode=mode, clear_cache=clear_cache, operation=operation
-        )
+        with self._cache_in_doubt():
+            return await self._policy().apply_staged(
+                digest, version=version, mode=mode, clear_cache=clear_cache, operation=operation
+            )
 
     async def init_weights_group(self, group: TransferGroup, *, operation: Operation | None = None) -> GroupReport:
         """See `BroadcastControl.init`."""
@@ -356,14 +396,15 @@ class Worker:
     ) -> UpdateReport:
         """See `BroadcastControl.update`."""
         self._check_epoch(operation)
-        return await self._broadcast().update(
-            manifest,
-            version=version,
-            mode=mode,
-            clear_cache=clear_cache,
-            expected_digest=expected_digest,
-            operation=operation,
-        )
+        with self._cache_in_doubt():
+            return await self._broadcast().update(
+                manifest,
+                version=version,
+                mode=mode,
+                clear_cache=clear_cache,
+                expected_digest=expected_digest,
+                operation=operation,
+            )
 
     async def destroy_weights_group(self, *, operation: Operation | None = None) -> GroupReport:
         """See `BroadcastControl.destroy`."""
@@ -380,7 +421,8 @@ class Worker:
 
     async def flush_cache(self, *, preempt: bool = False) -> FlushReport:
         """See `PolicyAdmin.flush_cache`."""
-        return await self._policy().flush(preempt=preempt)
+        with self._cache_in_doubt():
+            return await self._policy().flush(preempt=preempt)
 
     async def workers(self) -> list[WorkerRecord]:
         """This worker."""
@@ -403,6 +445,15 @@ class Worker:
         return self.adapter_table.records() if self.adapter_table is not None else []
 
     # -----------------------------------------------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def _cache_in_doubt(self) -> Iterator[None]:
+        """What is cached may be gone when this ends, however it ends."""
+        try:
+            yield
+        finally:
+            self.cache_generation += 1
+            self._tell()
 
     def _policy(self) -> PolicyControl:
         if self.policy is None:

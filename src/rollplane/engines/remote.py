@@ -7,7 +7,7 @@ never wait for the network. Closing the iterator closes the connection, and the 
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Mapping
 from typing import Any, Final, TypeVar
 
 import aiohttp
@@ -26,6 +26,7 @@ from rollplane.protocol.events import EndEvent, ErrorEvent, Event
 from rollplane.protocol.hop import FRAMES, GENERATE_PATH, STATE_PATH, WIRE_HEADER, FrameReader, encode_hop_request
 from rollplane.protocol.http import error_from_answer
 from rollplane.protocol.info import EngineHealth, EngineInfo
+from rollplane.protocol.kv_events import KV_EVENTS_PATH, KvBatch, KvBatchReader
 from rollplane.protocol.request import JSON, MSGPACK, GenerateRequest
 from rollplane.protocol.state import HEARTBEAT_S, StateReader, WorkerState, decode_state
 
@@ -232,6 +233,29 @@ class RemoteEngine:
         for call in self._calls:
             call.drop(reason)
         return len(self._calls)
+
+    async def kv_feed(self) -> AsyncGenerator[KvBatch, None]:
+        """What the worker caches: first all of it, then every change. Ends with the worker's stream.
+
+        Raises:
+            NotFound: it says no KV events. TransportError: the connection failed, or was silent for too long.
+        """
+        url = self.base_url + KV_EVENTS_PATH
+        timeout = aiohttp.ClientTimeout(total=None, sock_connect=self._connect_timeout_s, sock_read=HEARTBEAT_S * 3)
+        try:
+            async with self._open_session().get(
+                url, headers=self._headers({"Accept": FRAMES}), timeout=timeout
+            ) as answer:
+                if answer.status != 200:
+                    raise error_from_answer(answer.status, await answer.read(), answer.headers, url=url)
+                if answer.content_type != FRAMES:
+                    raise EngineProtocolError(f"{url} answered {answer.content_type!r}, not {FRAMES}")
+                reader = KvBatchReader()
+                async for data in answer.content.iter_any():
+                    for batch in reader.feed(data):
+                        yield batch
+        except (aiohttp.ClientError, OSError) as error:
+            raise TransportError(f"the KV events of worker {self.base_url}: {_says(error)}") from error
 
     async def abort(self, request_id: str) -> int:
         """End a request on the worker; how many live ones had the id."""

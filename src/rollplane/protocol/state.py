@@ -27,6 +27,8 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
 
     `instance`: new with every start of the process. `epoch`: the newest control epoch it obeyed, None before the first.
     `paused`: stopped by a caller, not by an update of its own. `routes`: names of the admin routes that work here.
+    `cache_generation`: grows whenever cached KV may be gone (reset, sleep, update). `salts_by_version`: the engine's salt
+    is scoped by the policy version. `kv_events`: the worker says which blocks it caches.
     """
 
     wire: int = WIRE_VERSION
@@ -40,6 +42,9 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
     paused: bool = False
     adapters: list[AdapterRecord] = msgspec.field(default_factory=list)
     routes: list[str] = msgspec.field(default_factory=list)
+    cache_generation: int = 0
+    salts_by_version: bool = False
+    kv_events: bool = False
 
 
 _encoder = msgspec.msgpack.Encoder()

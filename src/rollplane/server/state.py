@@ -33,6 +33,9 @@ async def worker_state(worker: Worker, service: Service) -> WorkerState:
         paused=worker.policy is not None and worker.policy.paused_by_caller,
         adapters=record.adapters,
         routes=record.routes,
+        cache_generation=worker.cache_generation,
+        salts_by_version=worker.salts_by_version,
+        kv_events=worker.says_kv_events,
     )
 
 

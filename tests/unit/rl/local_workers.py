@@ -86,6 +86,9 @@ class LocalWorker:
             paused=self.worker.state in ("paused", "pausing"),
             adapters=record.adapters,
             routes=record.routes,
+            cache_generation=self.worker.cache_generation,
+            salts_by_version=self.worker.salts_by_version,
+            kv_events=self.worker.says_kv_events,
         )
         self._tell()
         return self.state
