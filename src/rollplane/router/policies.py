@@ -7,7 +7,9 @@ from typing import Final, Protocol
 import xxhash
 
 from rollplane.errors import InvalidRequest
+from rollplane.protocol.kv_events import KvBatch
 from rollplane.protocol.request import GenerateRequest
+from rollplane.router.prefix_aware import PrefixAware
 from rollplane.router.worker import RoutedWorker
 
 
@@ -18,8 +20,48 @@ class Policy(Protocol):
         """All of `workers` (at least one, all of them allowed), best first. Decides only; the caller counts."""
         ...
 
+    def placed(self, request: GenerateRequest, worker: RoutedWorker) -> int | None:
+        """A request is sent to a worker now; how many prompt tokens it is expected to find cached, None: no idea."""
+        ...
 
-class RoundRobin:
+    def answered(self, request: GenerateRequest, worker: RoutedWorker) -> None:
+        """The worker has computed the request's prompt."""
+        ...
+
+    def learn(self, worker: RoutedWorker, batch: KvBatch) -> None:
+        """A worker said what it caches. Raises what `PrefixIndex.apply` raises."""
+        ...
+
+    def lost_track(self, worker: RoutedWorker) -> None:
+        """A worker's events have a gap: what is known of its cache may be wrong."""
+        ...
+
+    def forget(self, worker: RoutedWorker) -> None:
+        """A worker has left the fleet."""
+        ...
+
+
+class LoadOnly:
+    """What a policy that knows no caches has in common with others: it learns nothing."""
+
+    def placed(self, request: GenerateRequest, worker: RoutedWorker) -> int | None:
+        """See `Policy.placed`."""
+        return None
+
+    def answered(self, request: GenerateRequest, worker: RoutedWorker) -> None:
+        """See `Policy.answered`."""
+
+    def learn(self, worker: RoutedWorker, batch: KvBatch) -> None:
+        """See `Policy.learn`."""
+
+    def lost_track(self, worker: RoutedWorker) -> None:
+        """See `Policy.lost_track`."""
+
+    def forget(self, worker: RoutedWorker) -> None:
+        """See `Policy.forget`."""
+
+
+class RoundRobin(LoadOnly):
     """One after the other."""
 
     def __init__(self) -> None:
@@ -34,7 +76,7 @@ class RoundRobin:
         return [*workers[at:], *workers[:at]]
 
 
-class LeastLoaded:
+class LeastLoaded(LoadOnly):
     """The fewest sequences in flight, then the fewest prompt tokens; among equals, one after the other."""
 
     def __init__(self) -> None:
@@ -49,7 +91,11 @@ class LeastLoaded:
         return sorted([*workers[at:], *workers[:at]], key=lambda worker: (worker.load, worker.tokens))
 
 
-POLICIES: Final[dict[str, Callable[[], Policy]]] = {"least_loaded": LeastLoaded, "round_robin": RoundRobin}
+POLICIES: Final[dict[str, Callable[[], Policy]]] = {
+    "prefix_aware": PrefixAware,
+    "least_loaded": LeastLoaded,
+    "round_robin": RoundRobin,
+}
 """Policy name -> its maker."""
 
 DEFAULT_POLICY: Final = "least_loaded"

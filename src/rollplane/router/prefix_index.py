@@ -189,14 +189,25 @@ class PrefixIndex:
             self._note(alive, depth, depths)
         return depths
 
-    def predict(self, worker: str, keys: Sequence[int]) -> None:
-        """A prompt with these keys was routed to a worker: it will have them unless it says otherwise."""
+    def predict(self, worker: str, keys: Sequence[int], *, depth: int = 0) -> None:
+        """A prompt with these keys was routed to a worker: it will have them unless it says otherwise.
+
+        `depth`: how many leading keys it has already, as `match` said; they are looked at only where what is predicted of
+        them is about to expire.
+        """
         holder = self._holders.get(worker)
         if holder is None:
             return
         bit = holder.bit
         reported, new, old = self._reported, self._new, self._old
-        for key in keys:
+        if depth and old.get(keys[depth - 1], 0) & bit:
+            depth = 0
+        tail = keys[depth:] if depth else keys
+        if new.keys().isdisjoint(tail) and reported.keys().isdisjoint(tail) and old.keys().isdisjoint(tail):
+            new.update(dict.fromkeys(tail, bit))  # the usual case, without a step per key
+            holder.pending_new += len(tail)
+            tail = ()
+        for key in tail:
             if reported.get(key, 0) & bit:
                 continue
             known = new.get(key, 0)
@@ -204,17 +215,27 @@ class PrefixIndex:
                 continue
             new[key] = known | bit
             holder.pending_new += 1
-            earlier = old.get(key, 0)
-            if earlier & bit:
-                old[key] = earlier ^ bit
+            if old.get(key, 0) & bit:
+                _clear(old, key, bit)
                 holder.pending_old -= 1
         if len(new) > self.capacity_blocks // 4:
             self._rotate()
 
-    def pending_tokens(self, worker: str) -> int:
-        """Prompt tokens routed to a worker whose blocks it has not reported: roughly what it still has to compute."""
+    def assume(self, worker: str, keys: Sequence[int]) -> None:
+        """A worker that says no events has computed a prompt with these keys: it is taken to have them."""
         holder = self._holders.get(worker)
-        return 0 if holder is None else (holder.pending_new + holder.pending_old) * self.block_tokens
+        if holder is None:
+            return
+        before = len(holder.blocks)
+        self._put(holder, keys, keys)
+        self._blocks += len(holder.blocks) - before
+        if self._blocks > self.capacity_blocks:
+            self._evict()
+
+    def pending_tokens(self) -> dict[str, int]:
+        """Per worker, prompt tokens routed to it whose blocks it has not reported: roughly what it still computes."""
+        size = self.block_tokens
+        return {name: (holder.pending_new + holder.pending_old) * size for name, holder in self._holders.items()}
 
     # -- events ----------------------------------------------------------------------------------------------------
 
@@ -239,16 +260,19 @@ class PrefixIndex:
                 return
             parent = known
         keys = chained_keys(event.token_ids, block_tokens=self.block_tokens, parent=parent)
+        before = len(holder.blocks)
+        self._put(holder, event.hashes, keys)
+        self._blocks += len(holder.blocks) - before
+
+    def _put(self, holder: _Holder, hashes: Sequence[int], keys: Sequence[int]) -> None:
         blocks, bit, reported = holder.blocks, holder.bit, self._reported
-        before = len(blocks)
         # Children first: the oldest are evicted first, and a chain is best cut from its end.
-        for name, key in zip(reversed(event.hashes), reversed(keys), strict=True):
+        for name, key in zip(reversed(hashes), reversed(keys), strict=True):
             blocks[name] = key
             has = reported.get(key, 0)
             if not has & bit:
                 reported[key] = has | bit
                 self._settle(holder, key)
-        self._blocks += len(blocks) - before
 
     def _settle(self, holder: _Holder, key: int) -> None:
         """A prediction came true."""

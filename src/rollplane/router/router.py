@@ -22,15 +22,17 @@ from rollplane.errors import (
     Unavailable,
 )
 from rollplane.identity import identify
-from rollplane.protocol.events import EndEvent, Event, PromptEvent
+from rollplane.protocol.events import ChoiceEvent, EndEvent, Event, PromptEvent
 from rollplane.protocol.info import EngineHealth, EngineInfo
 from rollplane.protocol.request import GenerateRequest
 from rollplane.rl.fleet import Fleet
 from rollplane.rl.members import FleetWorker
 from rollplane.rl.remote import RemoteWorker
+from rollplane.router.cache_followers import CacheFollowers
 from rollplane.router.constraints import circuits, fitting
 from rollplane.router.health import Circuit, CircuitSettings, is_fault, may_move
 from rollplane.router.held import abort_events
+from rollplane.router.observed import Observed
 from rollplane.router.policies import Policy, keeper, make_policy
 from rollplane.router.worker import RoutedWorker
 
@@ -70,6 +72,7 @@ class Router:
         policy: the order in which workers are tried; see `router.policies`.
         discovery: who the workers are, followed from `start` on. None: the caller adds them to the fleet.
         make_worker: the worker at an address that discovery names.
+        clock: monotonic seconds, by which the workers' pace is measured.
     """
 
     def __init__(
@@ -80,7 +83,9 @@ class Router:
         settings: RouterSettings | None = None,
         discovery: Discovery | None = None,
         make_worker: Callable[[str], FleetWorker] = RemoteWorker,
+        clock: Callable[[], float] = time.monotonic,
     ) -> None:
+        self._clock = clock
         self.fleet = fleet
         self._discovery = discovery
         self._make_worker = make_worker
@@ -88,6 +93,8 @@ class Router:
         self._looks: set[asyncio.Task[None]] = set()
         self.policy = policy or make_policy()
         self.settings = settings or RouterSettings()
+        self.observed = Observed()
+        self._caches = CacheFollowers(self.policy)
         self._workers: dict[str, RoutedWorker] = {}
         self._placed: dict[str, _Placement] = {}
         self._live = LiveRequests(_Routed(self))
@@ -117,10 +124,14 @@ class Router:
         for member in members:
             known = self._workers.get(member.url)
             if known is None or known.member is not member:
+                if known is not None:
+                    self._caches.leave(known)
                 self._workers[member.url] = RoutedWorker(member, circuit=Circuit(self.settings.circuit))
+                self._caches.join(self._workers[member.url])
         if len(self._workers) > len(members):
             urls = {member.url for member in members}
-            self._workers = {url: worker for url, worker in self._workers.items() if url in urls}
+            for url in [url for url in self._workers if url not in urls]:
+                self._caches.leave(self._workers.pop(url))
         return [self._workers[member.url] for member in members]
 
     async def start(self) -> None:
@@ -142,11 +153,13 @@ class Router:
             placement.woken.set()
         for look in list(self._looks):
             look.cancel()
+        await self._caches.close()
         await self.fleet.close()
 
     async def _follow(self, discovery: Discovery) -> None:
         async for urls in discovery.watch():
             self.fleet.set_workers(urls, self._make_worker)
+            self.workers  # noqa: B018 - their caches are followed from now on
 
     async def health(self) -> EngineHealth:
         """The fleet's health: ready as soon as one worker can take requests."""
@@ -222,6 +235,8 @@ class Router:
                 size = {"sequences": request.sampling.choices, "tokens": request.prompt_tokens}
                 placement.worker = worker
                 worker.place(**size)
+                predicted = self.policy.placed(request, worker)
+                sent_at, made = self._clock(), 0
                 handed_on = False
                 error: RollplaneError | None = None
                 try:
@@ -231,6 +246,13 @@ class Router:
                         async for event in events:
                             if isinstance(event, EndEvent):
                                 event.served_by.attempt = attempt
+                                now = self._clock()
+                                worker.pace.add(now - sent_at, tokens=made // request.sampling.choices, now=now)
+                            elif isinstance(event, ChoiceEvent):
+                                made += event.token_ids.size
+                            else:
+                                self.policy.answered(request, worker)
+                                self.observed.add(predicted=predicted, cached=event.cached_tokens)
                             if not handed_on and isinstance(event, PromptEvent):
                                 held_back.append(event)  # no token yet: another worker may still take over
                                 continue

@@ -2,6 +2,7 @@
 
 from rollplane.rl.members import Member
 from rollplane.router.health import Circuit
+from rollplane.router.pace import Pace
 
 
 class RoutedWorker:
@@ -10,6 +11,7 @@ class RoutedWorker:
     def __init__(self, member: Member, *, circuit: Circuit | None = None) -> None:
         self.member = member
         self.circuit = circuit or Circuit()
+        self.pace = Pace()
         self.sequences = 0
         """Choices in flight."""
         self.tokens = 0

@@ -43,7 +43,7 @@ def test_the_load_of_other_frontends_counts_as_the_worker_told_it(workers: list[
 
 def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
     assert isinstance(make_policy(None), LeastLoaded)
-    with pytest.raises(InvalidRequest, match="least_loaded, round_robin"):
+    with pytest.raises(InvalidRequest, match="least_loaded, prefix_aware, round_robin"):
         make_policy("fastest")
 
 

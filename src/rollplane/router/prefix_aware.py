@@ -1,0 +1,306 @@
+"""Placement that knows prefixes, groups and sessions, and to which load comes first. Pure: no I/O, decides and counts.
+
+A worker is a candidate only while its load, with the request, stays within a cap over the mean. So a long common prefix, a
+sticky session or a group never overloads a worker. Among the candidates the least work wins, counted in prompt tokens:
+what the worker would have to compute of this prompt, part of what it still has to compute for others, and a little for
+each sequence it runs. A worker that is slower per token than the others counts as more loaded by as much.
+"""
+
+import time
+from collections.abc import Callable, Sequence
+from typing import Final
+
+import msgspec
+import structlog
+
+from rollplane.identity import block_keys, engine_salt, routing_tokens
+from rollplane.protocol.kv_events import KvBatch
+from rollplane.protocol.request import GenerateRequest
+from rollplane.protocol.state import WorkerState
+from rollplane.router.pace import slowdowns
+from rollplane.router.prefix_index import CAPACITY_BLOCKS, PREDICTED_S, PrefixIndex
+from rollplane.router.worker import RoutedWorker
+
+log = structlog.get_logger("rollplane.router")
+
+MAX_REMEMBERED: Final = 65_536
+"""Sessions, and groups, whose last worker is remembered; the longest unused go first."""
+SLOWDOWNS_EVERY_S: Final = 0.5
+
+
+class PrefixAwareSettings(msgspec.Struct, frozen=True, kw_only=True):
+    """How the terms weigh.
+
+    `load_factor`, `load_slack`: the cap is the mean load times the factor, or the mean plus the slack where that is more;
+    the slack, in sequences, is at most an eighth of a worker's slots. `sequence_tokens`: what one running sequence
+    counts, in prompt tokens. `pending_share`: how much of a prompt token that others wait for counts. `capacity_blocks`,
+    `predicted_s`: see `PrefixIndex`.
+    """
+
+    load_factor: float = 1.25
+    load_slack: int = 16
+    sequence_tokens: float = 64.0
+    pending_share: float = 0.25
+    capacity_blocks: int = CAPACITY_BLOCKS
+    predicted_s: float = PREDICTED_S
+
+
+class _Seen:
+    """What was read from a worker's state, until there is another state."""
+
+    __slots__ = ("adapters", "comparable", "says_events", "slots", "state", "told", "url", "version")
+
+    def __init__(self, url: str, state: WorkerState | None, *, comparable: bool) -> None:
+        self.url = url
+        self.state = state
+        self.comparable = comparable
+        self.version: str | None = None
+        self.adapters: dict[str, str] = {}
+        self.says_events = False
+        self.slots = 1
+        self.told = 0
+        """Sequences it said it has."""
+        if state is None:
+            return
+        self.version = state.policy_version if state.salts_by_version else None
+        self.adapters = {record.name: record.engine_name for record in state.adapters if record.state == "ready"}
+        self.says_events = state.kv_events
+        self.slots = state.info.max_num_seqs
+        self.told = state.health.running + state.health.waiting
+
+
+_Scope = tuple[str | None, str | None]
+"""What keys depend on beside tokens: the version that salts, and the adapter's engine-side name."""
+
+
+class _Prompt:
+    """One request's keys and matches, by scope; kept from the choice to the placement."""
+
+    __slots__ = ("request", "scopes")
+
+    def __init__(self, request: GenerateRequest) -> None:
+        self.request = request
+        self.scopes: dict[_Scope, tuple[list[int], dict[str, int]]] = {}
+
+
+class PrefixAware:
+    """A `Policy`; see the module.
+
+    Args:
+        clock: monotonic seconds.
+    """
+
+    def __init__(
+        self, settings: PrefixAwareSettings | None = None, *, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self.settings = settings or PrefixAwareSettings()
+        self.index: PrefixIndex | None = None
+        """Made when the first worker with a block cache is seen, with its block size."""
+        self._clock = clock
+        self._seen: dict[RoutedWorker, _Seen] = {}
+        self._sessions = _Recent()
+        self._groups = _Recent()
+        self._prompt: _Prompt | None = None
+        self._slowdowns: dict[RoutedWorker, float] = {}
+        self._slowdowns_until = 0.0
+        self._turn = 0
+
+    def __repr__(self) -> str:
+        return f"<PrefixAware {self.index!r}, {len(self._sessions)} sessions, {len(self._groups)} groups>"
+
+    def order(self, request: GenerateRequest, workers: Sequence[RoutedWorker]) -> list[RoutedWorker]:
+        """See `Policy.order`."""
+        options, settings = request.options, self.settings
+        prompt = self._prompt = _Prompt(request)
+        prompt_tokens, sequences = request.prompt_tokens, request.sampling.choices
+        seens, loads = self._looks(workers)
+        slack = max(min(settings.load_slack, min([seen.slots for seen in seens]) // 8), sequences)
+        mean = (sum(loads) + sequences) / len(workers)
+        cap = max(mean * settings.load_factor, mean + slack) - sequences
+        index = self.index
+        cached = self._cached(index, prompt, seens) if index is not None and _reads_cache(request) else {}
+        pending = {} if index is None else index.pending_tokens()
+        per_pending, per_sequence = settings.pending_share, settings.sequence_tokens
+        costs = [
+            prompt_tokens - cached.get(seen.url, 0) + per_pending * pending.get(seen.url, 0) + per_sequence * load
+            for seen, load in zip(seens, loads, strict=True)
+        ]
+        self._prefer(costs, seens, self._groups.get(options.group_id), by=per_sequence * slack)
+        self._prefer(costs, seens, self._sessions.get(options.session_id), by=float("inf"))
+        self._turn += 1
+        turn, count = self._turn, len(workers)
+        # Over the cap by load only, under it by cost; among equals one after the other.
+        ranks = [
+            (load > cap, load if load > cap else cost, (at - turn) % count, at)
+            for at, (load, cost) in enumerate(zip(loads, costs, strict=True))
+        ]
+        ranks.sort()
+        return [workers[rank[3]] for rank in ranks]
+
+    def placed(self, request: GenerateRequest, worker: RoutedWorker) -> int | None:
+        """See `Policy.placed`: the worker will have this prompt, its group and its session."""
+        self._sessions.put(request.options.session_id, worker.url)
+        self._groups.put(request.options.group_id, worker.url)
+        seen, index = self._look(worker), self.index
+        if index is None or not seen.comparable or request.content_parts:
+            return None
+        prompt = self._prompt if self._prompt is not None and self._prompt.request is request else _Prompt(request)
+        self._prompt = None
+        keys, depths = self._keys(index, prompt, self._scope(request, seen))
+        depth = depths.get(worker.url, 0)
+        index.predict(worker.url, keys, depth=depth)
+        return min(depth, _usable(request, index)) * index.block_tokens if _reads_cache(request) else 0
+
+    def answered(self, request: GenerateRequest, worker: RoutedWorker) -> None:
+        """See `Policy.answered`: a worker that says no events has what it computed, as far as anyone can tell."""
+        seen, index = self._look(worker), self.index
+        if index is None or not seen.comparable or seen.says_events or request.content_parts:
+            return
+        keys, _ = self._keys(index, _Prompt(request), self._scope(request, seen))
+        index.assume(worker.url, keys)
+
+    def learn(self, worker: RoutedWorker, batch: KvBatch) -> None:
+        """See `Policy.learn` and `PrefixIndex.apply`."""
+        self._look(worker)
+        if self.index is not None:
+            self.index.apply(worker.url, batch)
+
+    def forget(self, worker: RoutedWorker) -> None:
+        """See `Policy.forget`."""
+        self._seen.pop(worker, None)
+        self._slowdowns.pop(worker, None)
+        if self.index is not None:
+            self.index.remove_worker(worker.url)
+
+    def lost_track(self, worker: RoutedWorker) -> None:
+        """See `Policy.lost_track`."""
+        if self.index is not None:
+            self.index.drop_worker(worker.url)
+
+    # -- keys ------------------------------------------------------------------------------------------------------
+
+    def _look(self, worker: RoutedWorker) -> _Seen:
+        """The worker's state as it was last told; what is known of its cache is dropped where that may be gone."""
+        state = worker.member.worker.state
+        seen = self._seen.get(worker)
+        if seen is not None and seen.state is state:
+            return seen
+        if state is None:
+            return seen or _Seen(worker.url, None, comparable=False)
+        block_tokens = state.info.block_tokens
+        if self.index is None and block_tokens is not None:
+            settings = self.settings
+            self.index = PrefixIndex(
+                block_tokens=block_tokens,
+                capacity_blocks=settings.capacity_blocks,
+                predicted_s=settings.predicted_s,
+                clock=self._clock,
+            )
+        index = self.index
+        comparable = index is not None and block_tokens == index.block_tokens
+        if index is not None:
+            index.observe(worker.url, instance=state.instance, generation=state.cache_generation)
+            if seen is None and block_tokens is not None and not comparable:
+                log.warning(
+                    "block_size_differs", worker=worker.url, block_tokens=block_tokens, others=index.block_tokens
+                )
+        seen = self._seen[worker] = _Seen(worker.url, state, comparable=comparable)
+        return seen
+
+    @staticmethod
+    def _scope(request: GenerateRequest, seen: _Seen) -> _Scope:
+        return seen.version, seen.adapters.get(request.model) if request.model is not None else None
+
+    def _cached(self, index: PrefixIndex, prompt: _Prompt, seens: Sequence[_Seen]) -> dict[str, int]:
+        """Prompt tokens that each worker would read from its cache; workers without any are left out."""
+        request = prompt.request
+        by_version: dict[_Scope, list[_Seen]] = {}
+        for seen in seens:
+            if seen.comparable:
+                by_version.setdefault(self._scope(request, seen), []).append(seen)
+        usable, size = _usable(request, index), index.block_tokens
+        found: dict[str, int] = {}
+        for scope, those in by_version.items():
+            depths = self._keys(index, prompt, scope)[1]
+            if depths:
+                found |= {seen.url: min(depths.get(seen.url, 0), usable) * size for seen in those}
+        return found
+
+    @staticmethod
+    def _prefer(costs: list[float], seens: Sequence[_Seen], url: str | None, *, by: float) -> None:
+        if url is not None:
+            for at, seen in enumerate(seens):
+                if seen.url == url:
+                    costs[at] -= by
+
+    @staticmethod
+    def _keys(index: PrefixIndex, prompt: _Prompt, scope: _Scope) -> tuple[list[int], dict[str, int]]:
+        """The prompt's keys in a scope, and how many leading ones each worker has."""
+        known = prompt.scopes.get(scope)
+        if known is None:
+            request = prompt.request
+            version, adapter = scope
+            keys: list[int] = []
+            if not request.content_parts:  # raw media: the final prompt is not known here
+                keys = block_keys(
+                    routing_tokens(request.token_ids, request.features or ()),
+                    block_tokens=index.block_tokens,
+                    salt=engine_salt(request.cache_salt, policy_version=version),
+                    adapter=adapter,
+                )
+            known = prompt.scopes[scope] = (keys, index.match(keys))
+        return known
+
+    # -- load ------------------------------------------------------------------------------------------------------
+
+    def _looks(self, workers: Sequence[RoutedWorker]) -> tuple[list[_Seen], list[float]]:
+        """What every worker told last, and its sequences in flight: ours at once, others' as it told, and counted as more
+        where it is slower than the others.
+        """
+        now = self._clock()
+        if now >= self._slowdowns_until:
+            self._slowdowns = slowdowns(workers, now=now)
+            self._slowdowns_until = now + SLOWDOWNS_EVERY_S
+        known, slow = self._seen, self._slowdowns
+        seens: list[_Seen] = []
+        loads: list[float] = []
+        for worker in workers:
+            seen = known.get(worker)
+            if seen is None or seen.state is not worker.member.worker.state:
+                seen = self._look(worker)
+            load = max(worker.sequences, seen.told)
+            seens.append(seen)
+            loads.append(load * slow.get(worker, 1.0) if slow else load)
+        return seens, loads
+
+
+class _Recent:
+    """The last worker of each session or group, bounded; the longest unused go first."""
+
+    def __init__(self) -> None:
+        self._urls: dict[str, str] = {}
+
+    def __len__(self) -> int:
+        return len(self._urls)
+
+    def get(self, name: str | None) -> str | None:
+        return None if name is None else self._urls.get(name)
+
+    def put(self, name: str | None, url: str) -> None:
+        if name is None:
+            return
+        self._urls.pop(name, None)
+        self._urls[name] = url
+        if len(self._urls) > MAX_REMEMBERED:
+            del self._urls[next(iter(self._urls))]
+
+
+def _usable(request: GenerateRequest, index: PrefixIndex) -> int:
+    """Blocks of a prompt that can be read from a cache: the last token is always computed, for the first sample."""
+    return (request.prompt_tokens - 1) // index.block_tokens
+
+
+def _reads_cache(request: GenerateRequest) -> bool:
+    """Whether an engine serves this prompt from its prefix cache at all."""
+    sampling = request.sampling
+    return sampling.get("prompt_logprobs") is None and not sampling.get("skip_reading_prefix_cache", False)
