@@ -428,8 +428,9 @@ class GrpcEngine:
         ours = error_from_rpc(error, what=what)
         if isinstance(ours, EngineDied) and self._pool is not None and not self._closing:
             self._trouble = await probe(self._pool, INFERENCE.full_name, timeout_s=HEALTH_TIMEOUT_S)
-            if self._trouble is None:
+            if self._trouble is None and error.code() is grpc.StatusCode.UNAVAILABLE:
                 return TransportError(ours.message)
+            self._trouble = self._trouble or ours.message
         return ours
 
     async def _watch(self) -> None:

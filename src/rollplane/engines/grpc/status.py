@@ -53,6 +53,8 @@ def error_from_rpc(error: grpc.RpcError, *, what: str) -> RollplaneError:
             # vllm-rs ends a call past its deadline so when its own timer is first.
             late = "timeout expired" in details.lower()
             return DeadlineExceeded(message) if late else TransportError(message)
+    if "fatal failure" in details.lower():  # the server's frontend outlives its engine by a moment
+        return EngineDied(message)
     return EngineFailed(f"{message} ({code.name})")
 
 

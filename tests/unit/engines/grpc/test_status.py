@@ -42,6 +42,7 @@ def failed(code: grpc.StatusCode, details: str = "words") -> grpc.aio.AioRpcErro
         (C.CANCELLED, "", TransportError),
         (C.UNAVAILABLE, "failed to connect", EngineDied),
         (C.INTERNAL, "engine", EngineFailed),
+        (C.INTERNAL, "engine-core error: engine core reported fatal failure", EngineDied),
         (C.UNKNOWN, "", EngineFailed),
         (C.UNAUTHENTICATED, "token", EngineFailed),
         (C.UNIMPLEMENTED, "", EngineFailed),
