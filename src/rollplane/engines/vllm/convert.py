@@ -114,16 +114,21 @@ def plan_choices(request: GenerateRequest, info: EngineInfo) -> ChoicePlan:
     )
 
 
-def served_fields(vllm_fields: Iterable[str], *, tokenizer: bool, v2_runner: bool, reasoning: bool) -> list[str]:
+def served_fields(
+    vllm_fields: Iterable[str], *, tokenizer: bool, seeds: bool, v2_runner: bool, reasoning: bool
+) -> list[str]:
     """The sampling parameters this vLLM honours, among those the wire knows.
 
     Args:
         vllm_fields: names in its `SamplingParams`.
-        tokenizer: it was started with one. v2_runner: model runner V2. reasoning: a reasoning parser is configured.
+        tokenizer: it was started with one. seeds: its device takes them. v2_runner: model runner V2. reasoning: a reasoning
+            parser is configured.
     """
     lacking: set[str] = set()
     if not tokenizer:
         lacking |= {"stop", "bad_words", "structured_outputs"}
+    if not seeds:
+        lacking.add("seed")
     if not v2_runner:
         lacking |= {"prompt_logprob_token_ids", "prompt_logprob_start"}
     if not reasoning:

@@ -18,7 +18,12 @@ MAX_LOGIT_BIAS = 1024
 def read_info(
     settings: VllmSettings, api: VllmApi, engine: Any, *, loaded: Checkpoint | None, media: MediaModel | None
 ) -> EngineInfo:
-    """What this engine says of itself."""
+    """What this engine says of itself.
+
+    Two things that end vLLM's CPU engine are not offered there. With LoRA it computes prompt logits with the LoRA indices
+    of the sampled rows, which two prompts scored in one step do not survive. With chunked prefill a seeded request does
+    not survive a prompt in parts, for its generator has no offset to go back to.
+    """
     config = engine.vllm_config
     model, scheduler, parallel = config.model_config, config.scheduler_config, config.parallel_config
     names = list(settings.served_model_name) or [settings.model]
@@ -50,7 +55,7 @@ def read_info(
             sampling_mask=masks,
             mask_needs_truncation=masks,
             logprobs_mode="sampling" if model.logprobs_mode == "processed_logprobs" else "raw",
-            prompt_logprobs=True,
+            prompt_logprobs=not (api.on_cpu and config.lora_config is not None),
             stop_strings=tokenizer,
             priority=scheduler.policy == "priority",
             transfer_params=config.kv_transfer_config is not None
@@ -62,6 +67,7 @@ def read_info(
             sampling_fields=served_fields(
                 api.sampling_fields,
                 tokenizer=tokenizer,
+                seeds=not (api.on_cpu and scheduler.enable_chunked_prefill),
                 v2_runner=bool(getattr(config, "use_v2_model_runner", False)),
                 reasoning=bool(getattr(getattr(config, "reasoning_config", None), "enabled", False)),
             ),

@@ -79,6 +79,7 @@ class VllmEngine:
         api = self._api = versions.load_api(allow_untested=settings.allow_untested_vllm)
         engine = self._engine = await asyncio.to_thread(start_engine, settings, api, self._progress)
         try:
+            versions.watch(engine, self._on_death)
             await engine.get_supported_tasks()
             loaded = await asyncio.to_thread(read_loaded, engine)
             config = engine.vllm_config.model_config
@@ -121,8 +122,7 @@ class VllmEngine:
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
         """See `Engine.generate`."""
-        if self._closing or self._engine is None:
-            raise EngineDied("the engine is closed")
+        self._check_alive()
         check_request(request, self.info)
         convert.check_for_vllm(request, self.info)
         live = LiveRequest(request, convert.plan_choices(request, self.info))
@@ -267,8 +267,7 @@ class VllmEngine:
     async def _submit(self, live: LiveRequest, choice: LiveChoice) -> None:
         """One vLLM request for a choice, under the present version: nothing is awaited before it is registered."""
         policy, request = self._policy_side(), live.request
-        if self._closing:
-            raise EngineDied("the engine is closed")
+        self._check_alive()
         choice.spans.change(policy.version, made=0)
         salt = engine_salt(request.cache_salt, policy_version=policy.version if policy.isolate else None)
         prompt = dict(live.prompt)
@@ -415,6 +414,17 @@ class VllmEngine:
         if isinstance(error, (api.ClientError, ValueError)):
             return versions.refused(error)
         return EngineFailed(f"vLLM failed on the request: {type(error).__name__}: {error}")
+
+    def _check_alive(self) -> None:
+        if self._closing or self._engine is None:
+            raise EngineDied("the engine is closed")
+        if self._engine.errored:
+            raise EngineDied("the vLLM engine is gone")
+
+    def _on_death(self) -> None:
+        """Requests that wait before vLLM go on, and find that it is gone."""
+        if self._policy is not None:
+            self._policy.running.set()
 
     def _live_requests(self) -> list[LiveRequest]:
         return [live for lives in self._live.values() for live in lives]

@@ -75,7 +75,12 @@ class Policy:
         was_paused = self.paused
         self.running.clear()
         before = self._open()
-        await self._ask(self.engine.pause_generation(mode=mode, clear_cache=clear_cache))
+        try:
+            await self._ask(self.engine.pause_generation(mode=mode, clear_cache=clear_cache))
+        except (EngineDied, EngineFailed):
+            if not was_paused:
+                self.running.set()
+            raise
         await versions.settle(self.engine)
         left = [(live, choice) for live, choice in before if self._made(choice) is not None]
         if clear_cache:

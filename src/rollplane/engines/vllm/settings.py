@@ -40,16 +40,20 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     allow_untested_vllm: bool = False
 
 
-def engine_words(settings: VllmSettings, engine_fields: frozenset[str]) -> list[str]:
+def engine_words(settings: VllmSettings, engine_fields: frozenset[str], *, on_cpu: bool = False) -> list[str]:
     """The words for vLLM's parser: our defaults first, then the caller's, which win.
 
     Args:
         engine_fields: the arguments this vLLM knows; a default it does not know is left out.
+        on_cpu: this vLLM runs on a CPU.
     """
     words = ["--model", settings.model]
     for field, default in _DEFAULTS:
         if field in engine_fields:
             words += default
+    if on_cpu:
+        # A seeded request whose prompt is computed in parts ends vLLM's CPU engine: its generators have no offset.
+        words.append("--no-enable-chunked-prefill")
     words += ["--worker-extension-cls", WORKER_EXTENSION]
     for name in ("dtype", "max_model_len", "max_num_seqs", "seed"):
         if (value := getattr(settings, name)) is not None:

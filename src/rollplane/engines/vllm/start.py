@@ -21,7 +21,7 @@ def start_engine(settings: VllmSettings, api: VllmApi, progress: Progress) -> An
         InvalidRequest: engine arguments that vLLM or we refuse; naming them.
         EngineDied: vLLM could not start.
     """
-    args = parse_engine_args(api, engine_words(settings, api.engine_fields))
+    args = parse_engine_args(api, engine_words(settings, api.engine_fields, on_cpu=api.on_cpu))
     check_engine_args(args)
     if os.environ.get(_INSECURE, "0") not in ("", "0"):
         raise InvalidRequest(

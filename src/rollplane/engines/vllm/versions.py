@@ -7,6 +7,7 @@ an unknown one is refused by name, because a part that moved or changed its mean
 import asyncio
 import importlib.metadata
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -70,7 +71,7 @@ class VllmApi:
     StatLogger: Any
     tokens_input: Any
     mm_input: Any
-    envs: Any
+    on_cpu: bool
     sampling_fields: frozenset[str]
     engine_fields: frozenset[str]
 
@@ -84,14 +85,15 @@ def load_api(*, allow_untested: bool = False) -> VllmApi:
     version = found_version()
     line = check_version(version, allow_untested=allow_untested)
     try:
-        import vllm.envs as envs
-        from vllm import sampling_params as sampling
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.inputs import mm_input, tokens_input
         from vllm.lora.request import LoRARequest
+        from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
         from vllm.v1.engine.exceptions import EngineDeadError
         from vllm.v1.metrics.loggers import StatLoggerBase
+
+        from vllm import sampling_params as sampling
 
         fields = frozenset(sampling.SamplingParams.__struct_fields__)
         if lacking := {"flat_logprobs", "skip_clone", "output_kind"} - fields:
@@ -114,7 +116,7 @@ def load_api(*, allow_untested: bool = False) -> VllmApi:
         StatLogger=StatLoggerBase,
         tokens_input=tokens_input,
         mm_input=mm_input,
-        envs=envs,
+        on_cpu=bool(current_platform.is_cpu()),
         sampling_fields=fields,
         engine_fields=frozenset(AsyncEngineArgs.__dataclass_fields__),
     )
@@ -152,6 +154,15 @@ def parse_engine_args(api: VllmApi, argv: list[str]) -> Any:
 
     parser.error = refuse
     return api.AsyncEngineArgs.from_cli_args(parser.parse_args(argv))
+
+
+def watch(engine: Any, on_death: Callable[[], None]) -> None:
+    """Begin to read the engine core's outputs, and say when that ends: the engine is gone then.
+
+    Left alone, vLLM begins with the first request, and a death before it goes unseen.
+    """
+    engine._run_output_handler()
+    engine.output_handler.add_done_callback(lambda _: on_death())
 
 
 async def submit(engine: Any, request_id: str, prompt: Any, params: Any, **options: Any) -> Any:
@@ -199,8 +210,8 @@ async def settle(engine: Any) -> bool:
     A pause returns when the engine core is idle. Its last outputs have arrived by then, for they travel on the same
     socket as the pause's answer, but may not be counted yet.
     """
-    if engine.errored or engine.output_handler is None:
-        return engine.output_handler is None
+    if engine.errored:
+        return False
     turn = _Turn()
     engine.engine_core.outputs_queue.put_nowait(turn)
     try:

@@ -1,0 +1,73 @@
+"""An engine over a tiny model, and short ways to ask it."""
+
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from rollplane.engines.vllm.inprocess import VllmEngine
+from rollplane.engines.vllm.settings import VllmSettings
+from rollplane.protocol.response import GenerateResponse
+from rollplane.testing import answer, make_request
+
+ENGINE_ARGS = (
+    "--enforce-eager",
+    "--block-size",
+    "32",  # 128 on a CPU unless told: prompts of a test would never fill a block
+)
+
+
+@asynccontextmanager
+async def running(model: Path, *engine_args: str, **settings: Any) -> AsyncIterator[VllmEngine]:
+    """A started engine that is closed afterwards."""
+    engine = VllmEngine(
+        VllmSettings(
+            model=str(model),
+            served_model_name=("policy",),
+            policy_version="initial",
+            dtype="float32",
+            max_model_len=settings.pop("max_model_len", 2048),
+            max_num_seqs=16,
+            engine_args=(*ENGINE_ARGS, *engine_args),
+            **settings,
+        )
+    )
+    await engine.start()
+    try:
+        yield engine
+    finally:
+        await engine.close()
+
+
+def prompt(length: int = 40, *, variant: int = 0) -> list[int]:
+    """Token ids of the tiny models, away from the special ones."""
+    return np.random.default_rng(variant).integers(300, 1000, length).tolist()
+
+
+async def ask(
+    engine: VllmEngine,
+    token_ids: Sequence[int] | None = None,
+    *,
+    options: dict[str, Any] | None = None,
+    stream: bool = False,
+    fields: dict[str, Any] | None = None,
+    **sampling: Any,
+) -> GenerateResponse:
+    """The validated answer to one request."""
+    ids = prompt() if token_ids is None else token_ids
+    return await answer(engine, make_request(ids, options=options, stream=stream, fields=fields, **sampling))
+
+
+def tokens(response: GenerateResponse, index: int = 0) -> list[int]:
+    """The token ids of one choice."""
+    found: list[int] = response.choices[index].token_ids.tolist()
+    return found
+
+
+def logprobs(response: GenerateResponse, index: int = 0) -> np.ndarray[Any, Any]:
+    """The log-probabilities of one choice's tokens."""
+    found = response.choices[index].logprobs
+    assert found is not None
+    return found.values
