@@ -213,7 +213,6 @@ class Worker:
         check_request(request, self.info)
         adapter_name = self._adapter_of(request)
         await self._hold()
-        check_version_wanted(request, self.version, self._versions())
         async with AsyncExitStack() as stack:
             generation: int | None = None
             if adapter_name is not None:
@@ -222,6 +221,8 @@ class Worker:
                 record = await stack.enter_async_context(self.adapter_table.lease(adapter_name))
                 request = msgspec.structs.replace(request, adapter=record.engine_name)
                 generation = record.generation
+                await self._hold()  # the lease may have waited for a swap
+            check_version_wanted(request, self.version, self._versions())
             if self.settings.isolate_by_version and not getattr(self.engine, "isolates_versions", False):
                 salt = engine_salt(request.cache_salt, policy_version=self.version)
                 request = msgspec.structs.replace(request, cache_salt=salt)
@@ -488,7 +489,7 @@ class Worker:
         name = request.model
         if name is None or self.info.serves(name):
             return None
-        if self.adapter_table is None or self.adapter_table.current(name) is None:
+        if self.adapter_table is None or not self.adapter_table.serves(name):
             raise NotFound(
                 f"model {name!r} does not exist: it is neither the base model nor a loaded adapter", param="model"
             )

@@ -1,12 +1,12 @@
 """Adapter files before an engine sees them: what kills or confuses an engine is refused here, by name."""
 
 import hashlib
-import json
 import struct
 from pathlib import Path
-from typing import Any, Final
+from typing import Annotated, Final, Literal
 
 import msgspec
+from msgspec import Meta
 
 from rollplane.errors import InvalidRequest, NotFound
 from rollplane.identity import ADAPTER_DOMAIN
@@ -39,33 +39,43 @@ def inspect_adapter(path: str, *, max_rank: int) -> AdapterFiles:
         if not (root / name).is_file():
             raise NotFound(f"adapter file {name} is not at {path}", param="lora_path")
     config = _config(root / CONFIG_NAME)
-    rank = config.get("r")
-    if type(rank) is not int or rank < 1:
-        raise InvalidRequest(f"{CONFIG_NAME}: r must be an integer >= 1, got {rank!r}", param="lora_path")
-    highest = max([rank, *(v for v in (config.get("rank_pattern") or {}).values() if type(v) is int)])
-    if highest > max_rank:
-        raise InvalidRequest(f"the adapter has rank {highest}, the limit is {max_rank}", param="lora_path")
+    ranks = [config.r, *(config.rank_pattern or {}).values()]
+    if max(ranks) > max_rank:
+        raise InvalidRequest(f"the adapter has rank {max(ranks)}, the limit is {max_rank}", param="lora_path")
     shapes = _shapes(root / WEIGHTS_NAME)
-    _check_shapes(shapes, rank=rank, has_pattern=bool(config.get("rank_pattern")))
-    modules = config.get("target_modules") or []
+    _check_shapes(shapes, rank=config.r, has_pattern=bool(config.rank_pattern))
+    modules = config.target_modules or []
     return AdapterFiles(
         path=path,
         digest=_digest(root),
-        rank=highest,
+        rank=max(ranks),
         target_modules=[modules] if isinstance(modules, str) else sorted(modules),
         shapes=shapes,
     )
 
 
-def _config(file: Path) -> dict[str, Any]:
+class _Config(msgspec.Struct, frozen=True):
+    """What is read of PEFT's config; the engines look at the rest."""
+
+    peft_type: Literal["LORA"]
+    r: Annotated[int, Meta(ge=1)]
+    rank_pattern: dict[str, Annotated[int, Meta(ge=1)]] | None = None
+    target_modules: str | list[str] | None = None
+
+
+class _Entry(msgspec.Struct, frozen=True):
+    """One tensor of a safetensors header; offsets count from the header's end."""
+
+    dtype: str
+    shape: list[Annotated[int, Meta(ge=0)]]
+    data_offsets: tuple[Annotated[int, Meta(ge=0)], Annotated[int, Meta(ge=0)]]
+
+
+def _config(file: Path) -> _Config:
     try:
-        config = json.loads(file.read_bytes())
-    except (ValueError, OSError) as error:
-        raise InvalidRequest(f"{CONFIG_NAME} cannot be read: {error}", param="lora_path") from None
-    if not isinstance(config, dict) or config.get("peft_type") != "LORA":
-        kind = config.get("peft_type") if isinstance(config, dict) else type(config).__name__
-        raise InvalidRequest(f"{CONFIG_NAME}: peft_type must be LORA, got {kind!r}", param="lora_path")
-    return config
+        return msgspec.json.decode(file.read_bytes(), type=_Config)
+    except (msgspec.MsgspecError, UnicodeDecodeError, OSError) as error:
+        raise InvalidRequest(f"{CONFIG_NAME}: {error}", param="lora_path") from None
 
 
 def _shapes(file: Path) -> dict[str, list[int]]:
@@ -77,22 +87,22 @@ def _shapes(file: Path) -> dict[str, list[int]]:
         if not 0 < length <= min(size - 8, _MAX_HEADER_BYTES):
             raise InvalidRequest(f"{WEIGHTS_NAME} is not a safetensors file", param="lora_path")
         try:
-            header = json.loads(stream.read(length))
-        except ValueError:
-            raise InvalidRequest(f"{WEIGHTS_NAME}: the header is not JSON", param="lora_path") from None
-    shapes = {}
-    for name, entry in header.items():
-        if name == "__metadata__":
-            continue
-        offsets = entry.get("data_offsets", [0, size]) if isinstance(entry, dict) else [0, size]
-        if not isinstance(entry, dict) or offsets[1] > size - 8 - length:
+            header = msgspec.json.decode(stream.read(length), type=dict[str, msgspec.Raw])
+            header.pop("__metadata__", None)
+            entries = {name: msgspec.json.decode(raw, type=_Entry) for name, raw in header.items()}
+        except (msgspec.MsgspecError, UnicodeDecodeError) as error:
+            raise InvalidRequest(f"{WEIGHTS_NAME}: the header cannot be read: {error}", param="lora_path") from None
+    for name, entry in entries.items():
+        start, end = entry.data_offsets
+        if end > size - 8 - length:
             raise InvalidRequest(
                 f"{WEIGHTS_NAME}: {name} ends past the file (is it still being written?)", param="lora_path"
             )
-        shapes[name] = list(entry["shape"])
-    if not shapes:
+        if start > end:
+            raise InvalidRequest(f"{WEIGHTS_NAME}: {name} ends before it starts", param="lora_path")
+    if not entries:
         raise InvalidRequest(f"{WEIGHTS_NAME} holds no tensor", param="lora_path")
-    return shapes
+    return {name: entry.shape for name, entry in entries.items()}
 
 
 def _check_shapes(shapes: dict[str, list[int]], *, rank: int, has_pattern: bool) -> None:
@@ -100,6 +110,8 @@ def _check_shapes(shapes: dict[str, list[int]], *, rank: int, has_pattern: bool)
         a_side = ".lora_A." in name
         if not a_side and ".lora_B." not in name:
             continue
+        if len(shape) != 2:
+            raise InvalidRequest(f"{WEIGHTS_NAME}: {name} has shape {shape}, not two dimensions", param="lora_path")
         inner = shape[0] if a_side else shape[-1]
         if not has_pattern and inner != rank:
             raise InvalidRequest(

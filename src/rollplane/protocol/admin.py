@@ -63,7 +63,7 @@ class UpdateReport(msgspec.Struct, kw_only=True):
 
 
 class AdapterRecord(msgspec.Struct, kw_only=True):
-    """One generation of an adapter. `leases`: requests that use it now."""
+    """One generation of an adapter. `leases`: requests that use it now. `trouble`: why the engine did not drop it yet."""
 
     name: str
     generation: int
@@ -73,6 +73,7 @@ class AdapterRecord(msgspec.Struct, kw_only=True):
     rank: int
     state: Literal["loading", "ready", "draining", "gone"]
     leases: int = 0
+    trouble: str | None = None
 
 
 class WorkerRecord(msgspec.Struct, kw_only=True, omit_defaults=True):

@@ -1,6 +1,7 @@
 import asyncio
 import json
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -9,10 +10,11 @@ from tests.unit.rl.fakes import FakeHost
 from tests.waiting import until
 
 from rollplane.engines.adapter_files import inspect_adapter
-from rollplane.errors import Conflict, EngineFailed, InvalidRequest, NotFound
+from rollplane.errors import Conflict, DeadlineExceeded, EngineFailed, InvalidRequest, NotFound
 from rollplane.identity import adapter_digest
 from rollplane.protocol.info import LoraCapability
 from rollplane.rl.adapters import AdapterTable
+from rollplane.rl.base import Operation
 
 
 def write_adapter(path: Path, *, rank: int = 2, fill: float = 1.0, declared: int | None = None) -> str:
@@ -93,6 +95,131 @@ async def test_without_a_free_slot_the_swap_drains_first(tmp_path: Path) -> None
     assert host.log == ["load a@1", "unload a@1", "load a@2"]
 
 
+async def test_requests_for_a_name_that_swaps_without_a_free_slot_wait_for_the_new_generation(tmp_path: Path) -> None:
+    adapters = table(FakeHost(), slots=1)
+    await adapters.load("a", write_adapter(tmp_path / "1", fill=1.0))
+
+    async def leased() -> str:
+        async with adapters.lease("a") as record:
+            return record.engine_name
+
+    async with adapters.lease("a"):
+        loading = asyncio.create_task(adapters.load("a", write_adapter(tmp_path / "2", fill=2.0)))
+        await until(lambda: adapters.current("a") is None)
+        waiting = asyncio.create_task(leased())
+        assert adapters.serves("a")
+    await loading
+    assert await waiting == "a@2"
+
+
+async def test_a_swap_that_does_not_drain_in_time_leaves_the_old_generation_serving(tmp_path: Path) -> None:
+    host = FakeHost()
+    adapters = table(host, slots=1)
+    await adapters.load("a", write_adapter(tmp_path / "1", fill=1.0))
+    async with adapters.lease("a"):
+        with pytest.raises(DeadlineExceeded):
+            await adapters.load("a", write_adapter(tmp_path / "2", fill=2.0), operation=Operation(deadline_s=0.01))
+        assert repr(adapters) == "<AdapterTable 1/1: a@1 ready (1 leases)>"
+        async with adapters.lease("a") as record:
+            assert record.engine_name == "a@1"
+    assert host.log == ["load a@1"]
+    await adapters.load("a", write_adapter(tmp_path / "3", fill=3.0))
+    assert list(host.loaded) == ["a@2"]
+
+
+async def test_a_refused_load_that_had_made_room_brings_the_old_contents_back(tmp_path: Path) -> None:
+    host = FakeHost()
+    adapters = table(host, slots=1)
+    old = write_adapter(tmp_path / "1", fill=1.0)
+    await adapters.load("a", old)
+    host.faults["load"] = EngineFailed("no")
+    with pytest.raises(EngineFailed, match="no"):
+        await adapters.load("a", write_adapter(tmp_path / "2", fill=2.0))
+    current = adapters.current("a")
+    assert current is not None
+    assert (current.path, current.state) == (old, "ready")
+    assert list(host.loaded) == [current.engine_name]
+
+
+async def test_an_unload_that_the_engine_fails_stays_pending_and_asking_again_mends_it(tmp_path: Path) -> None:
+    host = FakeHost(faults={"unload": EngineFailed("connection lost")})
+    adapters = table(host)
+    await adapters.load("a", write_adapter(tmp_path / "1"))
+    with pytest.raises(EngineFailed, match="did not drop adapter 'a@1' and is asked again: connection lost"):
+        await adapters.unload("a")
+    [record] = adapters.records()
+    assert (record.state, record.trouble) == ("draining", "connection lost")
+    with pytest.raises(NotFound):
+        async with adapters.lease("a"):
+            pass
+    assert (await adapters.unload("a")).state == "gone"
+    assert (host.loaded, adapters.records()) == ({}, [])
+
+
+async def test_an_unload_that_the_engine_fails_is_tried_again_by_itself(tmp_path: Path) -> None:
+    host = FakeHost(faults={"unload": EngineFailed("connection lost")})
+    adapters = table(host)
+    await adapters.load("a", write_adapter(tmp_path / "1", fill=1.0))
+    await adapters.load("a", write_adapter(tmp_path / "2", fill=2.0))
+    async with asyncio.timeout(5):
+        while "a@1" in host.loaded:  # noqa: ASYNC110 - the second try comes by time
+            await asyncio.sleep(0.005)
+    await until(lambda: repr(adapters) == "<AdapterTable 1/4: a@2 ready>")
+
+
+async def test_a_request_that_is_still_leaving_its_engine_is_nobodys_trouble(tmp_path: Path) -> None:
+    host = FakeHost(faults={"unload": Conflict("used by 1 request")})
+    adapters = table(host)
+    await adapters.load("a", write_adapter(tmp_path / "1"))
+    assert (await adapters.unload("a")).state == "gone"
+    assert host.log.count("unload a@1") == 2
+
+
+async def test_an_unload_past_its_deadline_goes_on_draining_and_frees_its_slot_at_the_last_lease(
+    tmp_path: Path,
+) -> None:
+    host = FakeHost()
+    adapters = table(host)
+    await adapters.load("a", write_adapter(tmp_path / "1"))
+    async with adapters.lease("a"):
+        with pytest.raises(DeadlineExceeded):
+            await adapters.unload("a", operation=Operation(deadline_s=0.01))
+        assert repr(adapters) == "<AdapterTable 1/4: a@1 draining (1 leases)>"
+        again = asyncio.create_task(adapters.unload("a"))
+        await asyncio.sleep(0)
+        assert host.loaded
+    assert (await again).state == "gone"
+    assert not host.loaded
+
+
+async def test_a_load_that_was_called_off_leaves_nothing_in_the_engine(tmp_path: Path) -> None:
+    gate = asyncio.Event()
+
+    class SlowHost(FakeHost):
+        async def load_adapter(self, engine_name: str, path: str) -> None:
+            await super().load_adapter(engine_name, path)
+            await gate.wait()
+
+    host = SlowHost()
+    adapters = table(host)
+    with pytest.raises(DeadlineExceeded):
+        await adapters.load("a", write_adapter(tmp_path / "1"), operation=Operation(deadline_s=0.05))
+    await until(lambda: not host.loaded)
+    await until(lambda: not adapters.records())
+    gate.set()
+    assert (await adapters.load("a", write_adapter(tmp_path / "1"))).engine_name == "a@2"
+
+
+async def test_loading_the_same_contents_again_mends_an_adapter_that_the_engine_lost(tmp_path: Path) -> None:
+    host = FakeHost()
+    adapters = table(host)
+    path = write_adapter(tmp_path / "1")
+    await adapters.load("a", path)
+    host.loaded.clear()
+    record = await adapters.load("a", path)
+    assert (record.engine_name, list(host.loaded)) == ("a@2", ["a@2"])
+
+
 async def test_another_name_without_a_free_slot_is_a_conflict(tmp_path: Path) -> None:
     adapters = table(FakeHost(), slots=1)
     await adapters.load("a", write_adapter(tmp_path / "1"))
@@ -149,3 +276,49 @@ def test_the_streamed_digest_is_the_adapter_identity(tmp_path: Path) -> None:
     path = Path(write_adapter(tmp_path / "a"))
     files = [(name, (path / name).read_bytes()) for name in ("adapter_config.json", "adapter_model.safetensors")]
     assert inspect_adapter(str(path), max_rank=8).digest == adapter_digest(files)
+
+
+HOSTILE_HEADERS: list[Any] = [
+    [],
+    {"t": []},
+    {"t": {"dtype": "F32", "data_offsets": [0, 4]}},
+    {"t": {"dtype": "F32", "shape": "4", "data_offsets": [0, 4]}},
+    {"t": {"dtype": "F32", "shape": [-1], "data_offsets": [0, 4]}},
+    {"t": {"dtype": "F32", "shape": [1], "data_offsets": ["0", 4]}},
+    {"t": {"dtype": "F32", "shape": [1], "data_offsets": [0]}},
+    {"t": {"dtype": "F32", "shape": [1], "data_offsets": [4, 0]}},
+    {"m.lora_A.weight": {"dtype": "F32", "shape": [], "data_offsets": [0, 4]}},
+    {"m.lora_B.weight": {"dtype": "F32", "shape": [2], "data_offsets": [0, 8]}},
+    {"__metadata__": {"format": "pt"}},
+]
+
+
+@pytest.mark.parametrize("header", HOSTILE_HEADERS, ids=lambda header: json.dumps(header)[:60])
+def test_a_header_that_says_nonsense_is_refused_and_crashes_nothing(tmp_path: Path, header: Any) -> None:
+    path = Path(write_adapter(tmp_path / "a"))
+    encoded = json.dumps(header).encode()
+    (path / "adapter_model.safetensors").write_bytes(len(encoded).to_bytes(8, "little") + encoded + bytes(64))
+    with pytest.raises(InvalidRequest, match=r"adapter_model\.safetensors"):
+        inspect_adapter(str(path), max_rank=8)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"rank_pattern": "all"},
+        {"rank_pattern": {"q_proj": "4"}},
+        {"target_modules": 3},
+        {"target_modules": [3]},
+        {"r": True},
+        {"r": 0},
+        {"r": "8"},
+        {"peft_type": "IA3"},
+    ],
+    ids=str,
+)
+def test_a_config_that_says_nonsense_is_refused_and_crashes_nothing(tmp_path: Path, config: dict[str, Any]) -> None:
+    path = Path(write_adapter(tmp_path / "a"))
+    good = {"peft_type": "LORA", "r": 2, "target_modules": ["q_proj"]}
+    (path / "adapter_config.json").write_text(json.dumps(good | config))
+    with pytest.raises(InvalidRequest, match=r"adapter_config\.json"):
+        inspect_adapter(str(path), max_rank=8)
