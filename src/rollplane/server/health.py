@@ -113,6 +113,8 @@ async def metrics(request: Request) -> Response:
     except RollplaneError:
         model = ""  # a frontend that has reached no worker yet
     service.metrics.read_health(await service.health(), model=model, version=version)
+    if service.worker is not None:
+        service.metrics.worker_policy.read(service.worker)
     return Response(service.metrics.text(), media_type=CONTENT_TYPE)
 
 

@@ -11,6 +11,7 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from rollplane.errors import EngineProtocolError, RollplaneError
 from rollplane.protocol.info import EngineHealth
 from rollplane.protocol.response import GenerateResponse
+from rollplane.server.policy_metrics import PolicyMetrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
@@ -54,6 +55,7 @@ class Metrics:
         self.vllm_running = Gauge("vllm:num_requests_running", "As vLLM names it", **vllm)
         self.vllm_waiting = Gauge("vllm:num_requests_waiting", "As vLLM names it", **vllm)
         self.vllm_kv_usage = Gauge("vllm:kv_cache_usage_perc", "Share of KV cache in use, 0 to 1", **vllm)
+        self.worker_policy = PolicyMetrics(self.registry)
         self._state_since: tuple[str, float] = ("", 0.0)
         self._version_since: tuple[str, float] = ("", 0.0)
 
