@@ -7,6 +7,8 @@ from typing import Any, Final
 
 import numpy as np
 
+from rollplane.engines.grpc.candidates import read_candidates
+from rollplane.engines.grpc.proto import answers_pb2 as wire
 from rollplane.engines.grpc.proto import inference_pb2 as pb
 from rollplane.engines.grpc.struct_json import read_struct
 from rollplane.errors import EngineProtocolError
@@ -48,7 +50,7 @@ class AnswerReader:
     def __repr__(self) -> str:
         return f"<AnswerReader {self._request.request_id} choice {self.index}: {self.tokens} tokens{', finished' if self.finished else ''}>"
 
-    def read(self, answer: pb.GenerateResponse) -> tuple[PromptEvent | None, ChoiceEvent | None]:
+    def read(self, answer: wire.GenerateResponse) -> tuple[PromptEvent | None, ChoiceEvent | None]:
         """The events of one message; None where it says nothing of the kind.
 
         Raises:
@@ -74,7 +76,7 @@ class AnswerReader:
 
     # -- output ------------------------------------------------------------------------------------------------------
 
-    def _read_output(self, output: pb.SequenceOutput) -> ChoiceEvent:
+    def _read_output(self, output: wire.SequenceOutput) -> ChoiceEvent:
         if self.finished:
             self._breach("an output after finish_info")
         if output.index != 0:
@@ -93,7 +95,7 @@ class AnswerReader:
             self._read_finish(output.finish_info, event)
         return event
 
-    def _read_logprobs(self, output: pb.SequenceOutput, token_ids: Int32Array) -> TokenLogprobs:
+    def _read_logprobs(self, output: wire.SequenceOutput, token_ids: Int32Array) -> TokenLogprobs:
         count = int(token_ids.size)
         for name in ("logprobs", "ranks"):
             length = len(getattr(output, name))
@@ -129,7 +131,7 @@ class AnswerReader:
 
     # -- prompt ------------------------------------------------------------------------------------------------------
 
-    def _read_prompt(self, info: pb.PromptInfo) -> PromptEvent:
+    def _read_prompt(self, info: wire.PromptInfo) -> PromptEvent:
         request = self._request
         if self._prompt_seen:
             self._breach("prompt_info came twice")
@@ -154,7 +156,7 @@ class AnswerReader:
             event.prompt_logprobs = self._read_prompt_logprobs(info, token_ids)
         return event
 
-    def _read_prompt_logprobs(self, info: pb.PromptInfo, token_ids: Int32Array) -> PromptLogprobs:
+    def _read_prompt_logprobs(self, info: wire.PromptInfo, token_ids: Int32Array) -> PromptLogprobs:
         """Rows of the prompt's own token, then the candidates without it; position 0 has no row."""
         count = int(token_ids.size)
         for name in ("logprobs", "ranks"):
@@ -198,19 +200,6 @@ def placeholders(items: list[MediaItem]) -> dict[str, list[dict[str, Any]]]:
             place["is_embed"] = item.is_embed.tolist()
         out.setdefault(item.modality, []).append(place)
     return out
-
-
-def read_candidates(rows: Any) -> tuple[Int32Array, Float32Array, Int32Array, Int32Array]:
-    """Ids, values, ranks and offsets (CSR) of repeated `CandidateTokenInfo`."""
-    flat = [token for row in rows for token in row.tokens]
-    offsets = np.zeros(len(rows) + 1, dtype=np.int32)
-    np.cumsum([len(row.tokens) for row in rows], out=offsets[1:])
-    return (
-        np.fromiter((token.id for token in flat), dtype=np.int32, count=len(flat)),
-        np.fromiter((token.logprob for token in flat), dtype=np.float32, count=len(flat)),
-        np.fromiter((token.rank for token in flat), dtype=np.int32, count=len(flat)),
-        offsets,
-    )
 
 
 def int32s(field: Any) -> Int32Array:

@@ -21,15 +21,18 @@ DATA_PARALLEL_RANK: Final = "x-data-parallel-rank"
 
 
 class Stub:
-    """One service on one channel: every rpc is an attribute by its name."""
+    """One service on one channel: every rpc is an attribute by its name.
 
-    def __init__(self, channel: grpc.aio.Channel, service: ServiceDescriptor) -> None:
+    Args:
+        answers: class that answers are read into, in place of the one the service names.
+    """
+
+    def __init__(self, channel: grpc.aio.Channel, service: ServiceDescriptor, *, answers: Any = None) -> None:
         self._service = service.full_name
         for method in service.methods:
             make = channel.unary_stream if method.server_streaming else channel.unary_unary
-            setattr(
-                self, method.name, make(method_path(method), _serialize, _message_class(method.output_type).FromString)
-            )
+            kind = answers or _message_class(method.output_type)
+            setattr(self, method.name, make(method_path(method), _serialize, kind.FromString))
 
     def __repr__(self) -> str:
         return f"<Stub {self._service}>"

@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from rollplane.engines.grpc.answers import AnswerReader
+from rollplane.engines.grpc.proto import answers_pb2
 from rollplane.engines.grpc.proto import inference_pb2 as pb
 from rollplane.errors import EngineProtocolError
 from rollplane.protocol.artifacts import LOGPROB_FLOOR
@@ -38,7 +39,7 @@ def answer(*outputs, prompt=None) -> pb.GenerateResponse:
 
 def read(request, *answers):
     reader = AnswerReader(request)
-    events = [reader.read(each) for each in answers]
+    events = [reader.read(answers_pb2.GenerateResponse.FromString(each.SerializeToString())) for each in answers]
     reader.end()
     return reader, events
 

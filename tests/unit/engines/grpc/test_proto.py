@@ -7,13 +7,13 @@ from pathlib import Path
 import pytest
 from google.protobuf import descriptor_pb2
 
-from rollplane.engines.grpc.proto import control_pb2, inference_pb2
+from rollplane.engines.grpc.proto import answers_pb2, control_pb2, inference_pb2
 from rollplane.engines.grpc.services import CONTROL, INFERENCE, method_path
 
 SRC = Path(__file__).parents[4] / "src"
 
 
-@pytest.mark.parametrize("module", [inference_pb2, control_pb2])
+@pytest.mark.parametrize("module", [inference_pb2, control_pb2, answers_pb2])
 def test_generated_code_is_current(module, tmp_path):
     name = module.DESCRIPTOR.name
     out = tmp_path / "set.binpb"
@@ -72,6 +72,17 @@ def test_fields_have_the_numbers_of_the_wire(message, numbers):
     fields = sorted(message.DESCRIPTOR.fields, key=lambda field: field.name)
 
     assert " ".join(f"{field.name}={field.number}" for field in fields) == " ".join(sorted(numbers.split()))
+
+
+@pytest.mark.parametrize("name", ["GenerateResponse", "PromptInfo", "SequenceOutput"])
+def test_the_readers_view_is_of_the_same_wire(name):
+    whole = {field.number: field for field in getattr(inference_pb2, name).DESCRIPTOR.fields}
+
+    for field in getattr(answers_pb2, name).DESCRIPTOR.fields:
+        same = whole[field.number]
+        assert (field.name, field.is_repeated) == (same.name, same.is_repeated)
+        messages_as_bytes = {field.TYPE_BYTES: field.TYPE_MESSAGE}
+        assert messages_as_bytes.get(field.type, field.type) == same.type
 
 
 def test_methods_have_the_paths_of_the_wire():

@@ -1,0 +1,131 @@
+"""Rows of serialized `vllm.CandidateTokenInfo` as arrays, without an object per candidate. Pure.
+
+A candidate is `0a LEN 08 ID 15 LOGPROB 18 RANK`, a zero field left out; ID and RANK are varints, LOGPROB four bytes.
+Candidates are found and read for all rows at once. Rows that look otherwise are read by protobuf itself.
+"""
+
+from collections.abc import Sequence
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+from google.protobuf.message import DecodeError
+
+from rollplane.engines.grpc.proto import inference_pb2 as pb
+from rollplane.errors import EngineProtocolError
+from rollplane.protocol.arrays import INT32_MAX, Float32Array, Int32Array
+
+Bytes = npt.NDArray[np.uint8]
+Positions = npt.NDArray[np.int64]
+Flags = npt.NDArray[np.bool_]
+
+MAX_FAST_ROW_BYTES: Final = 64 * 19  # beyond, walking along the rows costs more than reading them one by one
+_PADDING: Final = bytes(8)  # so that looking at a field never looks past the end
+_VARINT_BYTES: Final = 5
+_TAG_TOKEN, _TAG_ID, _TAG_LOGPROB, _TAG_RANK = 0x0A, 0x08, 0x15, 0x18
+
+
+class Candidates(NamedTuple):
+    """CSR over rows: `ids` int32 [M], `values` float32 [M], `ranks` int32 [M], `offsets` int32 [rows + 1]."""
+
+    ids: Int32Array
+    values: Float32Array
+    ranks: Int32Array
+    offsets: Int32Array
+
+
+def read_candidates(rows: Sequence[bytes]) -> Candidates:
+    """The candidates of every row, in order.
+
+    Raises:
+        EngineProtocolError: a row that is none, or an id that does not fit int32.
+    """
+    lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
+    if lengths.size and int(lengths.max()) > MAX_FAST_ROW_BYTES:
+        return _read_one_by_one(rows)
+    return _read_at_once(rows, lengths) or _read_one_by_one(rows)
+
+
+def _read_at_once(rows: Sequence[bytes], lengths: Positions) -> Candidates | None:
+    """None where a row is not laid out as expected."""
+    data = np.frombuffer(b"".join(rows) + _PADDING, dtype=np.uint8)
+    ends = np.cumsum(lengths)
+    found = _find(data, ends - lengths, ends)
+    if found is None:
+        return None
+    row, at, end = found
+    ids, at, fits = _varint(data, at, end, tag=_TAG_ID)
+    has = (at < end) & (data[at] == _TAG_LOGPROB)
+    bits = np.zeros(at.size, dtype=np.uint32)
+    for i in range(4):
+        bits |= data[np.where(has, at + 1 + i, 0)].astype(np.uint32) << np.uint32(8 * i)
+    values = np.where(has, bits, np.uint32(0)).view(np.float32)
+    at = np.where(has, at + 5, at)
+    ranks, at, fits_too = _varint(data, at, end, tag=_TAG_RANK)
+    if not (fits.all() and fits_too.all() and np.array_equal(at, end)):
+        return None
+    offsets = np.zeros(len(rows) + 1, dtype=np.int32)
+    np.cumsum(np.bincount(row, minlength=len(rows)), out=offsets[1:])
+    return Candidates(_int32(ids), values, _int32(ranks), offsets)
+
+
+def _find(data: Bytes, at: Positions, ends: Positions) -> tuple[Positions, Positions, Positions] | None:
+    """Row, begin and end of every candidate's fields, in order; one step per candidate of the longest row."""
+    row = np.flatnonzero(at < ends)
+    at, ends = at[row], ends[row]
+    parts: list[tuple[Positions, Positions, Positions]] = []
+    while row.size:
+        size = data[at + 1].astype(np.int64)
+        begin = at + 2
+        after = begin + size
+        if not ((data[at] == _TAG_TOKEN) & (size < 128) & (after <= ends)).all():
+            return None
+        parts.append((row, begin, after))
+        more = after < ends
+        row, at, ends = row[more], after[more], ends[more]
+    if not parts:
+        empty = np.empty(0, dtype=np.int64)
+        return empty, empty, empty
+    if len(parts) == 1:
+        return parts[0]
+    rows, begins, afters = (np.concatenate(each) for each in zip(*parts, strict=True))
+    order = np.argsort(rows, kind="stable")
+    return rows[order], begins[order], afters[order]
+
+
+def _varint(data: Bytes, at: Positions, end: Positions, *, tag: int) -> tuple[Positions, Positions, Flags]:
+    """The varint field with `tag` at each position (0 where it is not there), the positions after it, and whether it ends."""
+    has = (at < end) & (data[at] == tag)
+    value = np.zeros(at.size, dtype=np.int64)
+    more = has.copy()
+    after = at + has
+    for i in range(_VARINT_BYTES):
+        if not more.any():
+            break
+        byte = data[np.where(more, after, 0)].astype(np.int64)
+        value |= np.where(more, (byte & 0x7F) << (7 * i), 0)
+        after = after + more
+        more &= byte >= 0x80
+    return value, after, ~more
+
+
+def _read_one_by_one(rows: Sequence[bytes]) -> Candidates:
+    try:
+        parsed: list[Any] = [pb.CandidateTokenInfo.FromString(row).tokens for row in rows]
+    except DecodeError as error:
+        raise EngineProtocolError(f"a row of candidates cannot be read: {error}") from None
+    flat = [token for tokens in parsed for token in tokens]
+    offsets = np.zeros(len(rows) + 1, dtype=np.int32)
+    np.cumsum([len(tokens) for tokens in parsed], out=offsets[1:])
+    return Candidates(
+        _int32(np.fromiter((token.id for token in flat), dtype=np.int64, count=len(flat))),
+        np.fromiter((token.logprob for token in flat), dtype=np.float32, count=len(flat)),
+        _int32(np.fromiter((token.rank for token in flat), dtype=np.int64, count=len(flat))),
+        offsets,
+    )
+
+
+def _int32(values: Positions) -> Int32Array:
+    if values.size and int(values.max()) > INT32_MAX:
+        raise EngineProtocolError(f"the engine sent {int(values.max())}, which does not fit int32")
+    return values.astype(np.int32)
