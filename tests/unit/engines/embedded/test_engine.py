@@ -19,11 +19,12 @@ from rollplane.errors import (
     InvalidRequest,
     NotFound,
 )
-from rollplane.fold import Fold, FoldPlan
+from rollplane.fold import Fold
 from rollplane.protocol.events import ChoiceEvent, EndEvent, Event, PromptEvent
 from rollplane.protocol.request import GenerateRequest, RequestOptions
 from rollplane.protocol.response import GenerateResponse
 from rollplane.protocol.sampling import parse_sampling
+from rollplane.testing import plan_of
 
 Ask = Callable[..., GenerateRequest]
 BOUND_S = 20.0
@@ -32,7 +33,7 @@ BOUND_S = 20.0
 @pytest.fixture
 def ask() -> Ask:
     def make(request_id: str = "r", prompt: int = 12, *, stream: bool = False, **sampling: Any) -> GenerateRequest:
-        options = sampling.pop("options", None) or RequestOptions()
+        options = sampling.pop("options", None) or RequestOptions(sampling_mask=True)
         adapter = sampling.pop("adapter", None)
         ids = np.random.default_rng(prompt).integers(7, tiny.VOCABULARY, prompt).astype(np.int32)
         params = {"max_tokens": 8, "seed": 1, "ignore_eos": True, "logprobs": 1, **sampling}
@@ -66,28 +67,16 @@ async def events_of(engine: EmbeddedEngine, request: GenerateRequest) -> list[Ev
         return [event async for event in engine.generate(request)]
 
 
-def fold(events: list[Event], request: GenerateRequest) -> GenerateResponse:
+def fold(events: list[Event], request: GenerateRequest, engine: EmbeddedEngine) -> GenerateResponse:
     """The answer as the server checks it."""
-    folding = Fold(
-        FoldPlan(
-            request_id=request.request_id,
-            model="m",
-            choices=request.sampling.choices,
-            prompt_tokens=request.prompt_tokens,
-            logprobs=request.sampling.get("logprobs") is not None,
-            routes=request.options.routed_experts is not False,
-            mask=request.options.sampling_mask is not False,
-            prompt_logprobs=request.sampling.get("prompt_logprobs") is not None,
-            routes_start=request.sampling.get("routed_experts_prompt_start"),
-        )
-    )
+    folding = Fold(plan_of(request, engine.info))
     for event in events:
         folding.add(event)
     return folding.response(created=0)
 
 
 async def answer(engine: EmbeddedEngine, request: GenerateRequest) -> GenerateResponse:
-    return fold(await events_of(engine, request), request)
+    return fold(await events_of(engine, request), request, engine)
 
 
 async def started(engine: EmbeddedEngine, request: GenerateRequest, tokens: int = 3) -> "asyncio.Task[list[Event]]":
@@ -133,7 +122,7 @@ async def test_a_unary_request_costs_one_terminal_event_per_choice(engine: Embed
     request = ask(n=3, prompt_logprobs=1)
     events = await events_of(engine, request)
     assert [type(e) for e in events] == [PromptEvent, ChoiceEvent, ChoiceEvent, ChoiceEvent, EndEvent]
-    response = fold(events, request)
+    response = fold(events, request, engine)
     assert len({tuple(c.token_ids) for c in response.choices}) == 3
     assert response.usage.cached_tokens == 0
     assert response.served_by.logprobs_mode == "sampling"
@@ -145,7 +134,7 @@ async def test_a_stream_folds_to_the_unary_answer(engine: EmbeddedEngine, ask: A
     request = ask(top_p=0.9, n=2, stream=True)
     events = await events_of(engine, request)
     assert sum(isinstance(e, ChoiceEvent) for e in events) > 4
-    streamed = fold(events, request)
+    streamed = fold(events, request, engine)
     for a, b in zip(unary.choices, streamed.choices, strict=True):
         assert np.array_equal(a.token_ids, b.token_ids)
         assert np.allclose(a.logprobs.values, b.logprobs.values, atol=1e-5)  # type: ignore[union-attr]
@@ -216,7 +205,7 @@ async def test_an_abort_returns_all_tokens_so_far(engine: EmbeddedEngine, ask: A
     request = ask(max_tokens=4000, stream=True)
     task = await started(engine, request)
     assert await engine.abort("r") == 1
-    response = fold(await task, request)
+    response = fold(await task, request, engine)
     choice = response.choices[0]
     assert choice.finish_reason == "abort"
     assert 3 <= choice.token_ids.size < 4000
@@ -229,7 +218,7 @@ async def test_an_abort_of_a_held_request_is_a_whole_answer_without_tokens(engin
     task = asyncio.create_task(events_of(engine, request))
     await until(engine, waiting=1)
     assert await engine.abort("r") == 1
-    choice = fold(await task, request).choices[0]
+    choice = fold(await task, request, engine).choices[0]
     assert (choice.finish_reason, choice.token_ids.size) == ("abort", 0)
     assert choice.routed_experts.array.shape == (0, 2, 2)  # type: ignore[union-attr]
 
@@ -261,7 +250,7 @@ async def test_an_update_under_keep_gives_exact_spans(engine: EmbeddedEngine, as
     await engine.apply_weights(staged, version="v1")
     assert engine.policy_version == "v1"
     assert (await engine.resume()).was_paused
-    choice = fold(await task, request).choices[0]
+    choice = fold(await task, request, engine).choices[0]
     [first, (version, at)] = choice.policy_versions
     assert first == ("v0", 0)
     assert version == "v1"
@@ -275,7 +264,7 @@ async def test_recomputed_rows_are_reported(engine: EmbeddedEngine, ask: Ask, ot
     assert (await engine.pause("keep", clear_cache=True)).cleared is True
     await engine.apply_weights(await engine.stage_weights(str(other_dir)), version="v1")
     await engine.resume()
-    response = fold(await task, request)
+    response = fold(await task, request, engine)
     [[first, end]] = response.served_by.recomputed
     boundary = response.choices[0].policy_versions[1][1]
     assert (first, end) == (0, 12 + boundary - 1)  # type: ignore[operator]
@@ -301,7 +290,7 @@ async def test_a_stricter_pause_ends_a_milder_one(engine: EmbeddedEngine, ask: A
     report = await engine.pause("abort")
     assert (report.already_paused, report.aborted) == (True, 1)
     await waiting
-    assert fold(await task, request).choices[0].finish_reason == "abort"
+    assert fold(await task, request, engine).choices[0].finish_reason == "abort"
 
 
 async def test_resume_when_running_changes_nothing(engine: EmbeddedEngine) -> None:
@@ -342,7 +331,7 @@ async def test_a_label_touches_no_request(engine: EmbeddedEngine, ask: Ask) -> N
     request = ask(max_tokens=50, stream=True)
     task = await started(engine, request)
     await engine.set_policy_version("v0b")
-    choice = fold(await task, request).choices[0]
+    choice = fold(await task, request, engine).choices[0]
     assert (choice.finish_reason, choice.token_ids.size) == ("length", 50)
 
 
@@ -414,7 +403,7 @@ async def test_closing_with_grace_lets_requests_finish(moe_dir: Path, ask: Ask) 
     request = ask(max_tokens=30, stream=True)
     task = await started(made, request)
     await made.close(grace_s=BOUND_S)
-    assert fold(await task, request).choices[0].token_ids.size == 30
+    assert fold(await task, request, made).choices[0].token_ids.size == 30
 
 
 @pytest.mark.parametrize(
