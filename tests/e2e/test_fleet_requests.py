@@ -56,6 +56,7 @@ async def test_a_stream_folds_to_the_unary_answer_with_routes_and_masks() -> Non
         async with client.stream([5, 6, 7], **asked) as stream:
             async for _ in stream:
                 pass
+        assert stream.response.model == unary.model == "mock"
         one, other = unary.choices[0], stream.response.choices[0]
         assert one.routed_experts is not None
         assert other.routed_experts is not None

@@ -170,7 +170,7 @@ class GenerateStream:
             EngineProtocolError: the stream has not ended, or ended early.
         """
         if self._response is None:
-            self._response = self._fold.response()
+            self._response = msgspec.structs.replace(self._fold.response(), model=self._reader.model)
         return self._response
 
     async def __aenter__(self) -> Self:

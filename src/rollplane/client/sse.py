@@ -58,6 +58,7 @@ class _Usage(msgspec.Struct):
 
 
 class _Chunk(msgspec.Struct):
+    model: str | None = None
     choices: list[_Choice] = msgspec.field(default_factory=list)
     error: dict[str, Any] | None = None
     usage: _Usage | None = None
@@ -85,6 +86,8 @@ class StreamReader:
         self._prompt_ids: Int32Array | None = None
         self._placeholders: dict[str, list[dict[str, Any]]] | None = None
         self._end = EndEvent()
+        self.model = ""
+        """The model that answers, once a chunk came."""
         self.done = False
         """Whether `[DONE]` came."""
 
@@ -121,6 +124,7 @@ class StreamReader:
             raise TransportError(f"a chunk cannot be read: {error}") from None
         if chunk.error is not None:
             raise error_from_body(chunk.error)
+        self.model = chunk.model or self.model
         for name in ("metrics", "kv_transfer_params", "ec_transfer_params"):
             if (value := getattr(chunk, name)) is not None:
                 setattr(self._end, name, value)
