@@ -173,8 +173,12 @@ def wait_for_http(url: str, process: subprocess.Popen[bytes], log: Path, *, time
     raise RuntimeError(f"{url} did not answer within {timeout_s} s:\n{_tail(log)}")
 
 
-def free_ports(count: int, *, highest: int = 65535) -> list[int]:
-    """Ports of 127.0.0.1 from 20000 up to `highest` that were free a moment ago, all different."""
+def free_ports(count: int, *, highest: int = 32_767) -> list[int]:
+    """Ports of 127.0.0.1 from 20000 up to `highest` that were free a moment ago, all different.
+
+    The default stays below those that Linux gives to outgoing connections: a server that starts for half a minute would
+    find its port taken by somebody's request.
+    """
     candidates = random.SystemRandom().sample(range(20_000, highest + 1), 200)  # other processes draw others
     found: list[int] = []
     with contextlib.ExitStack() as stack:
