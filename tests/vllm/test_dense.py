@@ -91,7 +91,9 @@ async def test_answers_are_those_of_vllms_own_server(engine: VllmEngine, vllm_ht
         for index, choice in enumerate(ours.choices):
             assert tokens(ours, index) == own_tokens(theirs, index), asked
             assert choice.finish_reason == theirs["choices"][index]["finish_reason"], asked
-            np.testing.assert_allclose(logprobs(ours, index), own_logprobs(theirs, index), atol=1e-5, err_msg=str(asked))
+            np.testing.assert_allclose(
+                logprobs(ours, index), own_logprobs(theirs, index), atol=1e-5, err_msg=str(asked)
+            )
 
 
 SAME, REFUSED, OURS = "same tokens as vLLM's own server", "refused by us with a reason", "ours differs and is right"
@@ -159,7 +161,9 @@ async def test_a_sampling_field_means_what_it_says(engine: VllmEngine, vllm_http
         assert alternatives.alternatives.ranks.tolist() == [1, 2] * 12
     if name == "prompt_logprobs":
         assert ours.prompt_logprobs is not None
-        wanted = [float(row[str(i)]["logprob"]) for row, i in zip(theirs["prompt_logprobs"][1:], prompt()[1:], strict=True)]
+        wanted = [
+            float(row[str(i)]["logprob"]) for row, i in zip(theirs["prompt_logprobs"][1:], prompt()[1:], strict=True)
+        ]
         own = ours.prompt_logprobs.values[ours.prompt_logprobs.offsets[1:-1]]
         np.testing.assert_allclose(own, wanted, atol=1e-5)
 

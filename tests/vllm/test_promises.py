@@ -1,18 +1,14 @@
 """A real vLLM engine with LoRA keeps the promises of `rollplane.engines.base`, and survives what kills one."""
 
-import asyncio
 from collections.abc import AsyncIterator
 
-import numpy as np
 import pytest
 import pytest_asyncio
 from tests.models.tiny import make_lora, shared_model
-from tests.vllm.support import ask, logprobs, prompt, running, tokens
+from tests.vllm.support import running
 
 from rollplane.engines.vllm.inprocess import VllmEngine
-from rollplane.errors import CallerError, Conflict, InvalidRequest, NotFound
-from rollplane.protocol.events import ChoiceEvent
-from rollplane.testing import CHECKS, Check, Subject, make_request, run_check, watching
+from rollplane.testing import CHECKS, Check, Subject, run_check
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
 

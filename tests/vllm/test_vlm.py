@@ -158,13 +158,17 @@ async def test_only_allowed_hosts_are_fetched(engine: VllmEngine, url: str) -> N
     """Case A88."""
     parts = [ContentPart(type="image_url", url=url)]
     with pytest.raises(InvalidRequest, match="content_parts"):
-        await answer(engine, make_request([VISION_START_ID, IMAGE_PAD_ID, VISION_END_ID], fields={"content_parts": parts}))
+        await answer(
+            engine, make_request([VISION_START_ID, IMAGE_PAD_ID, VISION_END_ID], fields={"content_parts": parts})
+        )
 
 
 async def test_an_image_that_does_not_decode_is_refused(engine: VllmEngine) -> None:
     parts = [ContentPart(type="image_url", url="data:image/png;base64,AAAA")]
     with pytest.raises(InvalidRequest, match="content_parts"):
-        await answer(engine, make_request([VISION_START_ID, IMAGE_PAD_ID, VISION_END_ID], fields={"content_parts": parts}))
+        await answer(
+            engine, make_request([VISION_START_ID, IMAGE_PAD_ID, VISION_END_ID], fields={"content_parts": parts})
+        )
 
 
 async def test_a_uuid_is_no_identity(engine: VllmEngine) -> None:

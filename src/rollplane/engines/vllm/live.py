@@ -58,7 +58,7 @@ class LiveChoice:
                 raise self._error
             collector = self.collector
             output = await collector.get()
-            if collector is self.collector and self._settled.is_set():
+            if collector is self.collector and self._settled.is_set() and self._error is None:
                 return output
 
     def leave(self) -> Any:
