@@ -17,11 +17,12 @@ from rollplane.engines.embedded.lora import AdapterSet
 from rollplane.engines.embedded.model import CausalModel
 from rollplane.engines.embedded.prompt_logprobs import PromptLogprobsBuilder
 from rollplane.engines.embedded.results import Emission, read_ending, read_tokens
-from rollplane.engines.embedded.sampler import RowControls, draw, rank_of, support_of, truncate
+from rollplane.engines.embedded.sampler import RowControls, draw, rank_of, truncate
 from rollplane.engines.embedded.scheduler import Chunk, Job, Scheduler, group_by_length
 from rollplane.engines.embedded.sequence import Generation, LogitRules, Sequence, child_rng
 from rollplane.engines.embedded.slots import DecodeCache, PrefillCache, SlotTable
 from rollplane.engines.embedded.stops import StopMatcher
+from rollplane.engines.embedded.support import Support
 from rollplane.engines.embedded.weights import CheckpointLayout, LoadedCheckpoint
 from rollplane.errors import Conflict, InvalidRequest, NotFound
 
@@ -316,19 +317,20 @@ class Core:
         """Draw one token per row of logits [R, V] and write it, and what was asked about it, at the slots' ends."""
         logits = self._apply_rules(logits, rows)
         controls = self._row_controls(rows)
-        processed = truncate(logits, controls)
-        logprobs = processed.log_softmax(-1)
+        support = Support(truncate(logits, controls), controls)
+        logprobs = support.logits.log_softmax(-1)
         uniforms = torch.tensor([s.rng.random() for s in rows], dtype=torch.float64)
-        tokens = draw(logprobs, uniforms, controls)
-        own = logprobs.gather(1, tokens[:, None])
+        columns = draw(logprobs, uniforms, controls)[:, None]
+        tokens = support.ids(columns)[:, 0]
+        own = logprobs.gather(1, columns)
         at = (slots, self.slots.lengths[slots])
         self.slots.tokens[at] = tokens
         if any(s.request.logprobs is not None for s in rows):
             self.slots.logprobs[at] = own[:, 0]
             self.slots.ranks[at] = rank_of(logprobs, own)[:, 0]
-            self._keep_alternatives(logprobs, rows, at)
+            self._keep_alternatives(support, logprobs, rows, at)
         if any(s.request.sampling_mask for s in rows):
-            _keep_masks(processed, tokens, rows, controls)
+            _keep_masks(support, tokens, rows)
         self.slots.lengths[slots] += 1
         self.generated_tokens += len(rows)
         finite = own[:, 0].isfinite().tolist()
@@ -356,13 +358,17 @@ class Core:
             self._controls = (self.scheduler.epoch, made)
         return self._controls[1]
 
-    def _keep_alternatives(self, logprobs: Tensor, rows: list[Sequence], at: tuple[Tensor, Tensor]) -> None:
+    def _keep_alternatives(
+        self, support: Support, logprobs: Tensor, rows: list[Sequence], at: tuple[Tensor, Tensor]
+    ) -> None:
         width = max((s.request.logprobs or 0) for s in rows)
         if width:
-            top = logprobs.topk(width, dim=-1)
-            self.slots.alt_ids[(*at, slice(width))] = top.indices.to(torch.int32)
-            self.slots.alt_values[(*at, slice(width))] = top.values
+            ids, values = support.topk(logprobs, width)
+            self.slots.alt_ids[(*at, slice(width))] = ids.to(torch.int32)
+            self.slots.alt_values[(*at, slice(width))] = values
             self.slots.alt_ranks[(*at, slice(width))] = torch.arange(1, width + 1, dtype=torch.int32)
+        if any(s.request.logprob_token_ids for s in rows):
+            logprobs = support.spread(logprobs)
         for row, sequence in enumerate(rows):
             if asked := sequence.request.logprob_token_ids:
                 ids = torch.tensor(asked)
@@ -426,12 +432,11 @@ def _visible(positions: Tensor, valid: Tensor, keys: Tensor | None) -> Tensor:
     return torch.where(valid[:, :, None], seen, first)
 
 
-def _keep_masks(processed: Tensor, tokens: Tensor, rows: list[Sequence], controls: RowControls) -> None:
+def _keep_masks(support: Support, tokens: Tensor, rows: list[Sequence]) -> None:
     """Append each row's surviving ids to the sequences that asked for them."""
-    ids, counts = support_of(processed, tokens, controls)
-    flat = ids.numpy()
+    ids, counts = support.masks(tokens)
     begin = 0
-    for sequence, count in zip(rows, counts.tolist(), strict=True):
+    for sequence, count in zip(rows, counts, strict=True):
         if sequence.request.sampling_mask:
-            sequence.mask_rows.append(flat[begin : begin + count])
+            sequence.mask_rows.append(ids[begin : begin + count])
         begin += count

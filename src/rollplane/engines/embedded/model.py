@@ -1,7 +1,7 @@
 """A causal language model from a directory, as the step loop sees it: token ids in, logits and expert choices out.
 
 The model code is Transformers'; what is ours is how it is called: an explicit 4D mask, explicit positions, and a cache
-object that the caller owns.
+object that the caller owns. Some modules of named families have faster stand-ins (`fast_modules`).
 """
 
 import inspect
@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from rollplane.engines.embedded.families import MoeFamily, moe_family
+from rollplane.engines.embedded.fast_modules import install
 from rollplane.errors import EngineFailed, InvalidRequest, NotFound
 
 DTYPES: dict[str, torch.dtype] = {"float32": torch.float32, "bfloat16": torch.bfloat16}
@@ -91,18 +92,20 @@ class ExpertTap:
 
 
 class _Probe:
-    """A cache that only records the shape of what it is given."""
+    """A cache that records the shape of what it is given; with `history`, as if so many tokens came before."""
 
     is_compileable = False
 
-    def __init__(self) -> None:
+    def __init__(self, history: int = 0) -> None:
         self.shapes: dict[int, tuple[int, int]] = {}
+        self._history = history
 
     def update(self, k: Tensor, v: Tensor, layer: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         if k.shape != v.shape:
             raise InvalidRequest(f"layer {layer} keeps keys {list(k.shape)} unlike its values {list(v.shape)}")
         self.shapes[layer] = (k.shape[1], k.shape[3])
-        return k, v
+        earlier = [torch.cat([x.roll(n + 1, dims=-1) for n in range(self._history)] + [x], dim=2) for x in (k, v)]
+        return earlier[0], earlier[1]
 
     def get_seq_length(self, *args: Any) -> int:
         return 0
@@ -137,6 +140,7 @@ class CausalModel:
         names = inspect.signature(self.module.forward).parameters
         self._cache_name = "cache" if "cache" in names else "past_key_values"
         self.shape = self._probe_shape()
+        self.fast = install(self.module, self._probe_logits)
 
     def _probe_shape(self) -> ModelShape:
         probe = _Probe()
@@ -160,6 +164,16 @@ class CausalModel:
             experts=0 if routes is None else int(self._tap.modules[0].num_experts),
             experts_per_token=0 if routes is None else routes.shape[3],
         )
+
+    def _probe_logits(self) -> Tensor:
+        """Logits [2, vocab] of a decode step of two rows, one of which sees less than the other."""
+        history = 2
+        visible = torch.ones(2, 1, history + 1, dtype=torch.bool)
+        visible[0, 0, 0] = False
+        positions = torch.tensor([[history - 1], [history]])
+        ids = torch.tensor([[0], [self.shape.vocab_tokens - 1]])
+        with torch.inference_mode():
+            return self.forward(ids, positions=positions, visible=visible, cache=_Probe(history)).logits[:, 0]
 
     def forward(
         self, ids: Tensor, *, positions: Tensor, visible: Tensor, cache: KvCache, every_position: bool = False

@@ -15,6 +15,7 @@ request's own generator, not on who shares the batch.
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -76,10 +77,18 @@ def _cut_top(x: Tensor, controls: RowControls) -> Tensor:
     width = controls.widest_top_k
     if controls.any_open_top_p:
         width = min(vocab, max(width, _TOP_P_FIRST_WIDTH))
-    threshold, decided = top_threshold(x, x.topk(width, dim=-1).values, controls)
+    threshold, decided = top_threshold(x, largest_values(x, width), controls)
     if not decided:
-        threshold, _ = top_threshold(x, x.sort(-1, descending=True).values, controls)
+        threshold, _ = top_threshold(x, largest_values(x, vocab), controls)
     return x.masked_fill(x < threshold, NEG_INF)
+
+
+def largest_values(x: Tensor, width: int) -> Tensor:
+    """Each row's `width` largest values of [R, V] in falling order: several times faster than torch's topk and sort."""
+    values, vocab = x.numpy(), x.shape[1]
+    if width < vocab:
+        values = np.partition(values, vocab - width, axis=1)[:, vocab - width :]
+    return torch.from_numpy(np.sort(values, axis=1)[:, ::-1].copy())
 
 
 def top_threshold(x: Tensor, largest: Tensor, controls: RowControls) -> tuple[Tensor, bool]:

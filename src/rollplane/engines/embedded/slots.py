@@ -95,16 +95,20 @@ class DecodeCache:
     def __init__(self, table: SlotTable, positions: Tensor) -> None:
         self._kv = table.kv
         self._batch = len(positions)
-        self._rows = table.rows[: self._batch]
-        self._positions = positions
+        layers, sides, slots, heads, capacity, dim = table.kv.shape
+        self._flat = table.kv.view(layers, sides, slots * heads * capacity, dim)
+        first = torch.arange(self._batch * heads).view(self._batch, heads) * capacity
+        self._at = (first + positions[:, None]).view(-1)
         self.keys = int(positions.max()) + 1
 
     def update(self, k: Tensor, v: Tensor, layer: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Keep [B, heads, 1, dim]; return [B, heads, keys, dim], a view."""
-        keys, values = self._kv[layer, 0], self._kv[layer, 1]
-        keys[self._rows, :, self._positions] = k[:, :, 0]
-        values[self._rows, :, self._positions] = v[:, :, 0]
-        return keys[: self._batch, :, : self.keys], values[: self._batch, :, : self.keys]
+        keys, values = self._flat[layer].unbind()
+        dim = k.shape[-1]
+        keys.index_copy_(0, self._at, k.reshape(-1, dim))
+        values.index_copy_(0, self._at, v.reshape(-1, dim))
+        visible_keys, visible_values = self._kv[layer, :, : self._batch, :, : self.keys].unbind()
+        return visible_keys, visible_values
 
     def get_seq_length(self, *args: Any) -> int:
         """0: the caller gives positions and mask."""

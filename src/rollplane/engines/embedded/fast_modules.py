@@ -1,0 +1,161 @@
+"""Cheaper float32 forwards for modules of named families; all other modules keep Transformers' own.
+
+A small model's decode step is bound by the number of operations dispatched, not by arithmetic. The functions here do
+what the modules of Transformers that they stand in for do, in fewer operations, and call the same submodules (so that
+LoRA's hooks and the expert hook see every call) on the same parameters (so that weights change in place). They are set
+on instances, never on classes. `install` compares the logits before and after, and takes everything back if they differ
+by more than rounding: a newer Transformers may have changed a module. bfloat16 models keep Transformers' modules, whose
+rounding between operations is part of the result.
+"""
+
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from types import MethodType
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+logger = logging.getLogger(__name__)
+
+EXPERTS: Final = "rollplane_grouped"
+"""The name of `experts_forward` among Transformers' expert implementations."""
+
+TOLERANCE: Final = 1e-4
+"""Largest difference of logits, relative to the largest logit, that counts as rounding."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class FastFamily:
+    """Class names of the modules that have a stand-in.
+
+    Args:
+        norm: the RMS normalisation, with `weight` and `variance_epsilon`.
+        attention: grouped-query attention with rotary positions over the whole head.
+        experts: the model has fused, gated experts without biases.
+    """
+
+    norm: str
+    attention: str
+    experts: bool
+
+
+FAST_FAMILIES: Final = {
+    "qwen3": FastFamily(norm="Qwen3RMSNorm", attention="Qwen3Attention", experts=False),
+    "qwen3_moe": FastFamily(norm="Qwen3MoeRMSNorm", attention="Qwen3MoeAttention", experts=True),
+    "mixtral": FastFamily(norm="MixtralRMSNorm", attention="MixtralAttention", experts=True),
+}
+"""By the config's model type."""
+
+
+def install(module: Any, logits: Callable[[], Tensor]) -> bool:
+    """Give a float32 model of a known family its stand-ins; False, and nothing changed, for every other model.
+
+    Args:
+        module: the Transformers model.
+        logits: runs a decode step on fixed inputs and returns its logits.
+    """
+    family = FAST_FAMILIES.get(module.config.model_type)
+    if family is None or next(module.parameters()).dtype != torch.float32:
+        return False
+    wanted = logits()
+    before = module.config._experts_implementation
+    stand_ins = {family.norm: norm_forward, family.attention: attention_forward}
+    changed: list[nn.Module] = [m for m in module.modules() if type(m).__name__ in stand_ins]
+    for m in changed:
+        m.forward = MethodType(stand_ins[type(m).__name__], m)
+    if family.experts and hasattr(nn.functional, "grouped_mm"):
+        register_experts()
+        module.set_experts_implementation(EXPERTS)
+    difference = float((logits() - wanted).abs().max() / wanted.abs().max())
+    if difference <= TOLERANCE:
+        return True
+    logger.warning(
+        "the fast modules of %s differ from Transformers' by %g of the largest logit; Transformers' are used",
+        module.config.model_type,
+        difference,
+    )
+    for m in changed:
+        del m.forward
+    module.set_experts_implementation(before)
+    return False
+
+
+def register_experts() -> None:
+    """Make `experts_forward` known to Transformers; once or again."""
+    from transformers.integrations.moe import ExpertsInterface
+
+    ExpertsInterface.register(EXPERTS, experts_forward)
+
+
+def norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
+    """RMS normalisation of the last dimension: `weight * x / sqrt(mean(x^2) + epsilon)`."""
+    norm = torch.linalg.vector_norm(hidden_states, dim=-1, keepdim=True)
+    scale = norm.square_().div_(hidden_states.shape[-1]).add_(self.variance_epsilon).rsqrt_()
+    return (hidden_states * scale).mul_(self.weight)
+
+
+def attention_forward(
+    self: Any,
+    hidden_states: Tensor,
+    position_embeddings: tuple[Tensor, Tensor],
+    attention_mask: Tensor | None,
+    cache: Any = None,
+    **kwargs: Any,
+) -> tuple[Tensor, Tensor | None]:
+    """One new token per row; anything else goes to the class's own forward.
+
+    The query heads that share a key head are the rows of one matrix product, so keys and values are read once from the
+    cache's own memory.
+
+    Args:
+        hidden_states: [rows, 1, features].
+        position_embeddings: cosines and sines [rows, 1, head dim].
+        attention_mask: added to the scores, [rows, 1, 1, keys].
+        cache: keeps the new key and value, and returns all [rows, key heads, keys, head dim].
+    """
+    rows, tokens = hidden_states.shape[:2]
+    if tokens != 1 or cache is None or attention_mask is None:
+        own: tuple[Tensor, Tensor | None] = type(self).forward(
+            self, hidden_states, position_embeddings, attention_mask, cache=cache, **kwargs
+        )
+        return own
+    heads = (rows, -1, self.head_dim)
+    query = self.q_proj(hidden_states).view(heads)
+    key = self.k_proj(hidden_states).view(heads)
+    if hasattr(self, "q_norm"):
+        query, key = self.q_norm(query), self.k_norm(key)
+    both = rotate(torch.cat((query, key), dim=1), *position_embeddings)
+    query, key = both.split((query.shape[1], key.shape[1]), dim=1)
+    value = self.v_proj(hidden_states).view(heads)
+    keys, values = cache.update(key[:, :, None], value[:, :, None], self.layer_idx)
+    grouped = (query * self.scaling).view(rows * key.shape[1], self.num_key_value_groups, self.head_dim)
+    scores = torch.bmm(grouped, keys.flatten(0, 1).transpose(1, 2))
+    scores.view(rows, query.shape[1], -1).add_(attention_mask[:, 0])
+    mixed = torch.bmm(scores.softmax(-1), values.flatten(0, 1))
+    return self.o_proj(mixed.view(rows, 1, -1)), None
+
+
+def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:
+    """Rotary positions: [rows, heads, dim] by [rows, 1, dim]; the second half of each head is the imaginary part."""
+    real, imaginary = x.chunk(2, dim=-1)
+    return (x * cosines).addcmul_(torch.cat((-imaginary, real), dim=-1), sines)
+
+
+def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """Tokens sorted by expert, one grouped product per projection; each token's results are added in top-k order.
+
+    Args:
+        hidden_states: [tokens, features].
+        top_k_index: int64 [tokens, top_k].
+        top_k_weights: [tokens, top_k].
+    """
+    tokens, top_k = top_k_index.shape
+    expert_ids, order = top_k_index.reshape(-1).sort()
+    ends = torch.searchsorted(expert_ids, torch.arange(self.num_experts), right=True, out_int32=True)
+    x = hidden_states.index_select(0, order // top_k)
+    gate, up = nn.functional.grouped_mm(x, self.gate_up_proj.transpose(1, 2), offs=ends).chunk(2, dim=-1)
+    x = nn.functional.grouped_mm(self.act_fn(gate).mul_(up), self.down_proj.transpose(1, 2), offs=ends)
+    back = torch.empty_like(x).index_copy_(0, order, x).view(tokens, top_k, -1)
+    return back.mul_(top_k_weights[:, :, None]).sum(1)
