@@ -22,10 +22,8 @@ from rollplane.protocol.artifacts import (
 )
 from rollplane.protocol.events import ServedBy
 from rollplane.protocol.request import Encoding
+from rollplane.protocol.response import WIRE_VERSION as WIRE_VERSION
 from rollplane.protocol.response import Choice, GenerateResponse, Usage
-
-WIRE_VERSION: Final = 1
-"""Version of the msgpack trees and frames; changes when an old reader would misread."""
 
 _msgpack = msgspec.msgpack.Encoder(enc_hook=enc_hook)
 _response_decoder = msgspec.msgpack.Decoder(GenerateResponse, dec_hook=dec_hook)
@@ -42,14 +40,17 @@ def decode_msgpack(body: bytes) -> GenerateResponse:
     """The response in a msgpack body.
 
     Raises:
-        msgspec.ValidationError, msgspec.DecodeError: not such a body.
+        msgspec.ValidationError, msgspec.DecodeError: not such a body, or one of another wire version.
     """
     try:
-        return _response_decoder.decode(body)
+        response = _response_decoder.decode(body)
     except UnicodeDecodeError as error:
         raise msgspec.DecodeError(str(error)) from None
     except RecursionError:
         raise msgspec.DecodeError("the body is nested too deeply") from None
+    if response.wire != WIRE_VERSION:
+        raise msgspec.ValidationError(f"the answer has wire version {response.wire}, this side reads {WIRE_VERSION}")
+    return response
 
 
 def encode_json(response: GenerateResponse, *, routes: Encoding = "structured") -> bytes:
@@ -108,10 +109,14 @@ def usage_tree(usage: Usage) -> dict[str, Any]:
 
 
 def served_by_tree(served_by: ServedBy) -> dict[str, Any]:
-    """The JSON tree of the `rollplane` object; fields at their defaults are left out, the logprob mode never is."""
+    """The JSON tree of the `rollplane` object; fields at their defaults are left out.
+
+    The logprob mode, the attempt and `wire`, the version of the answer's encodings, never are.
+    """
     tree: dict[str, Any] = msgspec.to_builtins(served_by)
     tree["logprobs_mode"] = served_by.logprobs_mode
     tree["attempt"] = served_by.attempt
+    tree["wire"] = WIRE_VERSION
     return tree
 
 

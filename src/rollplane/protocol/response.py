@@ -1,6 +1,6 @@
 """The Generate response record: arrays inside, written as JSON or msgpack by `rollplane.protocol.answer`."""
 
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -8,6 +8,9 @@ from rollplane.protocol.arrays import Int32Array
 from rollplane.protocol.artifacts import PromptLogprobs, RoutedExperts, SamplingMask, TokenLogprobs
 from rollplane.protocol.events import FinishReason, ServedBy
 from rollplane.protocol.versions import PolicySpan
+
+WIRE_VERSION: Final = 1
+"""Version of every encoding of an answer, its arrays and the frames; changes when an old reader would misread."""
 
 
 class Usage(msgspec.Struct, kw_only=True, omit_defaults=True):
@@ -40,8 +43,11 @@ class Choice(msgspec.Struct, kw_only=True, omit_defaults=True):
     policy_versions: list[PolicySpan] = msgspec.field(default_factory=list)
 
 
-class GenerateResponse(msgspec.Struct, kw_only=True, omit_defaults=True):
-    """One whole answer. `created` is Unix time in seconds; choices are ordered by index."""
+class GenerateResponse(msgspec.Struct, kw_only=True):
+    """One whole answer. `created` is Unix time in seconds; choices are ordered by index.
+
+    `wire`: the version of its encoding. No field is left out of the msgpack form, so it is always stated.
+    """
 
     request_id: str
     model: str
@@ -56,3 +62,4 @@ class GenerateResponse(msgspec.Struct, kw_only=True, omit_defaults=True):
     ec_transfer_params: dict[str, Any] | None = None
     metrics: dict[str, Any] | None = None
     served_by: ServedBy = msgspec.field(default_factory=ServedBy)
+    wire: int = WIRE_VERSION

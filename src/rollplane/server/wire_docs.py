@@ -86,6 +86,12 @@ class UsageBody(msgspec.Struct, kw_only=True):
     prompt_tokens_details: dict[str, int] | None = None
 
 
+class ServedByBody(ServedBy, kw_only=True):
+    """Who answered and how; `wire` is the version of the answer's encodings."""
+
+    wire: int = 1
+
+
 class GenerateAnswer(msgspec.Struct, kw_only=True):
     """One whole answer, all keys present."""
 
@@ -94,7 +100,7 @@ class GenerateAnswer(msgspec.Struct, kw_only=True):
     created: int
     choices: list[ChoiceBody]
     usage: UsageBody
-    rollplane: ServedBy
+    rollplane: ServedByBody
     prompt_logprobs: list[dict[str, Any] | None] | None = None
     prompt_token_id_logprobs: Any = None
     prompt_token_ids: list[TokenId] | None = None

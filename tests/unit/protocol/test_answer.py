@@ -93,7 +93,7 @@ def naive(response: GenerateResponse, *, npy: bool = False) -> dict[str, Any]:
                     for j in range(part.offsets[t], part.offsets[t + 1])
                 }
             )
-    served = {"worker": "w", "attempt": response.served_by.attempt, "logprobs_mode": "unknown"}
+    served = {"worker": "w", "attempt": response.served_by.attempt, "logprobs_mode": "unknown", "wire": 1}
     if response.served_by.warnings:
         served["warnings"] = response.served_by.warnings
     return {
@@ -213,7 +213,15 @@ def test_the_server_says_who_answered_and_how() -> None:
         "attempt": 2,
         "logprobs_mode": "sampling",
         "recomputed": [[0, 5]],
+        "wire": 1,
     }
+
+
+def test_an_answer_of_another_wire_version_is_refused() -> None:
+    tree = msgspec.msgpack.decode(encode_msgpack(small()))
+    assert tree["wire"] == 1
+    with pytest.raises(msgspec.ValidationError, match="wire version 2"):
+        decode_msgpack(msgspec.msgpack.encode(tree | {"wire": 2}))
 
 
 @pytest.mark.parametrize(
