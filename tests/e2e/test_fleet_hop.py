@@ -342,7 +342,6 @@ async def test_a_stream_that_breaks_off_is_an_error_and_never_repeated() -> None
 
 
 async def test_leaving_a_stream_early_aborts_it_on_the_worker() -> None:
-    """A71."""
     async with worker_of(MockSettings(step_s=0.01)) as worker, Client(worker.url) as client:
         async with client.stream([5, 6, 7], sampling_params={"max_tokens": 3000}) as stream:
             async for _ in stream:
@@ -365,7 +364,6 @@ async def test_models_and_health_of_a_worker() -> None:
 
 
 async def test_an_admin_call_is_repeated_under_one_operation_id() -> None:
-    """A61."""
     sent: list[dict[str, Any]] = []
 
     async def handler(request: web.Request) -> web.StreamResponse:

@@ -55,7 +55,7 @@ def children(pid: int) -> dict[str, int]:
 
 
 async def test_no_request_is_lost_when_one_of_three_workers_is_killed(tmp_path: Path) -> None:
-    """A59, A61: and the restarted worker serves nothing before it has the policy that the others have."""
+    """And the restarted worker serves nothing before it has the policy that the others have."""
     log = tmp_path / "log"
     options = ["--workers", "3", "--port", "0", "--backoff-s", "0.05", "--engine-option", "step_s=0.02"]
     async with (

@@ -26,7 +26,6 @@ async def test_an_answer_through_the_fleet_is_the_workers_own() -> None:
 
 @pytest.mark.parametrize("n", [1, 3])
 async def test_logprobs_survive_every_hop(n: int) -> None:
-    """A26."""
     sampling = {**SAMPLING, "n": n, "logprobs": 2, "temperature": 1.0}
     async with fleet_of([MockSettings()]) as fleet, Client(fleet.frontend.url) as client:
         unary = await client.generate([5, 6, 7], sampling_params=sampling)
@@ -86,7 +85,7 @@ async def test_requests_survive_the_end_of_one_of_three_workers() -> None:
 
 
 async def test_a_hang_up_aborts_at_every_hop() -> None:
-    """A71: 50 unary posts that would run for long, all hung up."""
+    """50 unary posts that would run for long, all hung up."""
     settings = MockSettings(step_s=0.01, max_model_len=16_384)
     async with fleet_of([settings, settings]) as fleet:
         async with Client(fleet.frontend.url) as client:
@@ -105,7 +104,7 @@ async def test_a_hang_up_aborts_at_every_hop() -> None:
 
 
 async def test_a_live_request_id_with_another_body_is_a_conflict_and_with_the_same_body_joins() -> None:
-    """A10: also when the two would have gone to different workers."""
+    """Also when the two would have gone to different workers."""
     async with fleet_of([SLOW] * 2) as fleet, Client(fleet.frontend.url, attempts=1) as client:
         sampling = {**SAMPLING, "max_tokens": 40}
         first = asyncio.create_task(client.generate([5, 6, 7], sampling_params=sampling, request_id="same"))
@@ -118,7 +117,7 @@ async def test_a_live_request_id_with_another_body_is_a_conflict_and_with_the_sa
 
 
 async def test_a_request_id_is_free_again_after_its_caller_hung_up() -> None:
-    """A10: the retry of a request whose first attempt was dropped."""
+    """The retry of a request whose first attempt was dropped."""
     async with fleet_of([SLOW] * 2) as fleet, Client(fleet.frontend.url, attempts=1) as client:
         sampling = {**SAMPLING, "max_tokens": 40}
         first = asyncio.create_task(client.generate([5, 6, 7], sampling_params=sampling, request_id="same"))
@@ -130,7 +129,7 @@ async def test_a_request_id_is_free_again_after_its_caller_hung_up() -> None:
 
 
 async def test_bad_requests_open_no_circuit() -> None:
-    """A77: 50 over-length prompts, then a good one."""
+    """50 over-length prompts, then a good one."""
     async with fleet_of([MockSettings(max_model_len=64)] * 2) as fleet, Client(fleet.frontend.url) as client:
         results = await asyncio.gather(
             *(client.generate([5] * 200, sampling_params=SAMPLING) for _ in range(50)), return_exceptions=True

@@ -47,7 +47,6 @@ async def test_an_update_reaches_all_workers_and_says_what_it_did(tmp_path: Path
 async def test_a_failed_update_with_fence_leaves_one_version_and_the_failed_worker_without_traffic(
     tmp_path: Path,
 ) -> None:
-    """A59."""
     path = write_weights(tmp_path, "v1")
     settings = [MockSettings(), MockSettings(faults=(FAILS_ONCE,)), MockSettings()]
     async with (
@@ -69,7 +68,6 @@ async def test_a_failed_update_with_fence_leaves_one_version_and_the_failed_work
 
 
 async def test_a_failed_update_with_rollback_leaves_all_at_the_previous_checkpoint(tmp_path: Path) -> None:
-    """A59."""
     first, second = write_weights(tmp_path, "v1"), write_weights(tmp_path, "v2")
     settings = [
         MockSettings(),
@@ -121,7 +119,6 @@ async def test_a_checkpoint_that_one_worker_cannot_read_changes_nothing(tmp_path
 
 
 async def test_an_update_that_is_asked_for_again_after_a_lost_connection_is_applied_once(tmp_path: Path) -> None:
-    """A61, A62."""
     path = write_weights(tmp_path, "v1")
     async with fleet_of([MockSettings(apply_s=0.3)] * 2) as fleet, AdminClient(fleet.frontend.url) as admin:
         body = {"model_path": path, "operation_id": "op-1"}
@@ -280,7 +277,6 @@ async def test_the_initial_checkpoint_makes_the_first_update_reversible(tmp_path
 
 
 async def test_world_sizes_are_said_for_every_worker_and_sum_up() -> None:
-    """A57."""
     async with fleet_of([MockSettings()] * 3) as fleet, AdminClient(fleet.frontend.url) as admin:
         assert [record.world_size for record in await admin.workers()] == [1, 1, 1]
         async with (

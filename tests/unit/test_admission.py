@@ -208,8 +208,14 @@ def test_side_channels_are_given_by_default_and_left_out_when_refused(
 
 @pytest.mark.parametrize(
     ("sampling", "given"),
-    [({}, False), ({"top_p": 0.9}, True), ({"min_p": 0.1}, True), ({"temperature": 0}, True)]
-    + [({"allowed_token_ids": [1, 2]}, True), ({"top_k": -1, "top_p": 1.0}, False)],
+    [
+        ({}, False),
+        ({"top_p": 0.9}, True),
+        ({"min_p": 0.1}, True),
+        ({"temperature": 0}, True),
+        ({"allowed_token_ids": [1, 2]}, True),
+        ({"top_k": -1, "top_p": 1.0}, False),
+    ],
 )
 def test_a_mask_of_the_whole_vocabulary_is_made_only_for_those_who_ask(sampling: dict[str, Any], given: bool) -> None:
     engine = info(sampling_mask=True)

@@ -169,14 +169,13 @@ async def test_a_sampling_field_means_what_it_says(engine: VllmEngine, vllm_http
 
 
 async def test_the_generation_config_is_not_followed(engine: VllmEngine) -> None:
-    """Cases A08 and A01: top_k 1 and temperature 0.1 stand in the model's directory."""
+    """Though top_k 1 and temperature 0.1 stand in the model's directory."""
     answers = {tuple(tokens(await ask(engine, max_tokens=8))) for _ in range(4)}
 
     assert len(answers) == 4
 
 
 async def test_logprobs_are_those_of_the_sampling_distribution(engine: VllmEngine) -> None:
-    """Case A21."""
     whole = await ask(engine, max_tokens=1, seed=1, logprobs=-1)
     sharp = await ask(engine, max_tokens=1, seed=1, logprobs=-1, temperature=0.5)
 
@@ -192,7 +191,6 @@ async def test_logprobs_are_those_of_the_sampling_distribution(engine: VllmEngin
 
 
 async def test_infinite_alternatives_are_floored_and_counted(engine: VllmEngine) -> None:
-    """Case A23."""
     got = await ask(engine, max_tokens=3, allowed_token_ids=[7], logprobs=5)
 
     json.loads(encode_json(got), parse_constant=lambda text: pytest.fail(f"{text} in JSON"))
@@ -201,7 +199,6 @@ async def test_infinite_alternatives_are_floored_and_counted(engine: VllmEngine)
 
 
 async def test_stop_strings_end_a_choice_and_are_named(engine: VllmEngine) -> None:
-    """Case A02."""
     got = await ask(engine, max_tokens=400, seed=3, stop=["e"])
 
     assert (got.choices[0].finish_reason, got.choices[0].stop_reason) == ("stop", "e")
@@ -233,7 +230,7 @@ async def test_what_vllm_would_bend_is_refused_by_name(engine: VllmEngine, asked
 
 
 async def test_a_unary_request_knows_the_boundary_of_an_update(engine: VllmEngine) -> None:
-    """Case A69: the first token whose logprob the old weights do not give is the first of the new version."""
+    """The first token whose logprob the old weights do not give is the first of the new version."""
     asked: dict[str, Any] = {"seed": 8, "max_tokens": 400, "ignore_eos": True, "logprobs": 0}
     old = await ask(engine, **asked)
     before = engine.policy_version
@@ -273,7 +270,6 @@ async def test_a_prompt_in_flight_without_tokens_is_wholly_the_new_versions(engi
 
 
 async def test_nothing_cached_survives_an_update(engine: VllmEngine) -> None:
-    """Case A38."""
     ids = prompt(200, variant=5)
     await ask(engine, ids, max_tokens=2)
     assert (await ask(engine, ids, max_tokens=2)).usage.cached_tokens
@@ -287,7 +283,7 @@ async def test_nothing_cached_survives_an_update(engine: VllmEngine) -> None:
 
 
 async def test_a_reload_serves_the_files_now_on_disk(engine: VllmEngine, tmp_path: Path) -> None:
-    """Case A44: one path, other contents."""
+    """One path, other contents."""
     path, answers, digests = tmp_path / "step", [], set()
     path.mkdir()
     for seed in (1, 2):
@@ -304,7 +300,7 @@ async def test_a_reload_serves_the_files_now_on_disk(engine: VllmEngine, tmp_pat
 
 
 async def test_a_checkpoint_that_does_not_fit_touches_nothing(engine: VllmEngine, tmp_path: Path) -> None:
-    """Case A55, and the fused tensors that vLLM loads in part without an error."""
+    """Also the fused tensors that vLLM loads in part without an error."""
     control = tokens(await ask(engine, temperature=0.0, max_tokens=8))
     whole = load_file(shared_model("qwen3", seed=2) / "model.safetensors")
     name = "model.layers.0.self_attn.k_proj.weight"
@@ -360,7 +356,6 @@ async def test_a_lower_priority_number_goes_first(engine: VllmEngine) -> None:
 
 
 async def test_an_engine_that_does_not_move_says_so(engine: VllmEngine) -> None:
-    """Case A86."""
     core = _engine_core()
     request = make_request(prompt(), max_tokens=500, ignore_eos=True, stream=True)
     async with watching(engine, request) as (watch,):

@@ -22,7 +22,6 @@ async def engine() -> AsyncIterator[VllmEngine]:
 
 
 async def test_the_shape_of_its_routes_is_known_and_routes_are_refused_without_capture(engine: VllmEngine) -> None:
-    """Case A36."""
     assert engine.info.moe == MoeShape(layers=4, top_k=2, num_experts=8)
     with pytest.raises(InvalidRequest, match="without route capture"):
         await ask(engine, options={"routed_experts": True})

@@ -100,7 +100,7 @@ async def test_features_and_raw_images_give_one_answer(
 async def test_another_images_hash_does_not_bring_its_features(
     engine: VllmEngine, rendered: dict[str, tuple[list[int], Features]]
 ) -> None:
-    """Cases A81 and A82: vLLM's encoder cache goes by the hash it is given."""
+    """VLLM's encoder cache goes by the hash it is given."""
     red, blue = rendered["red"], rendered["blue"]
     honest = [values(await look(engine, *red)), values(await look(engine, *blue))]
 
@@ -112,7 +112,7 @@ async def test_another_images_hash_does_not_bring_its_features(
 async def test_what_a_client_edits_is_refused(
     engine: VllmEngine, rendered: dict[str, tuple[list[int], Features]]
 ) -> None:
-    """Case A82, each beside an honest request whose answer does not change."""
+    """Each beside an honest request whose answer does not change."""
     token_ids, features = rendered["red"]
     bigger = rendered["green"][1]
     control = values(await look(engine, token_ids, features))
@@ -155,7 +155,6 @@ async def test_an_edited_grid_in_the_metadata_changes_nothing(
     ["http://169.254.169.254/latest", "file:///etc/passwd", "http://[::ffff:127.0.0.1]/x", "ftp://host/x", "x" * 50],
 )
 async def test_only_allowed_hosts_are_fetched(engine: VllmEngine, url: str) -> None:
-    """Case A88."""
     parts = [ContentPart(type="image_url", url=url)]
     with pytest.raises(InvalidRequest, match="content_parts"):
         await answer(
@@ -172,7 +171,7 @@ async def test_an_image_that_does_not_decode_is_refused(engine: VllmEngine) -> N
 
 
 async def test_a_uuid_is_no_identity(engine: VllmEngine) -> None:
-    """Case A81: two images under one uuid are two images."""
+    """Two images under one uuid are two images."""
     ids = [900, VISION_START_ID, IMAGE_PAD_ID, VISION_END_ID, 901]
     found = []
     for colour in ("red", "blue"):
@@ -186,7 +185,7 @@ async def test_a_uuid_is_no_identity(engine: VllmEngine) -> None:
 async def test_an_update_forgets_what_the_old_tower_saw(
     engine: VllmEngine, rendered: dict[str, tuple[list[int], Features]]
 ) -> None:
-    """Case A41: there and back again is the same, and between them is not."""
+    """There and back again is the same, and between them is not."""
     before = values(await look(engine, *rendered["red"]))
     seen = []
     for seed in (1, 0):

@@ -62,5 +62,4 @@ def test_one_worker_without_adapters_makes_a_fleet_without_them() -> None:
 
 
 def test_world_sizes_add_up_also_where_all_workers_are_alike() -> None:
-    """A57."""
     assert merge_infos([BASE, BASE, BASE]).world_size == 6

@@ -104,7 +104,6 @@ async def test_every_command_carries_the_fleets_epoch_and_an_older_one_is_refuse
 
 
 async def test_two_askings_of_one_operation_are_one_update(tmp_path: Path) -> None:
-    """A62."""
     path = weights(tmp_path, "v1")
     async with fleet_of(MockSettings(), MockSettings()) as (fleet, workers):
         one, two = await asyncio.gather(
@@ -119,7 +118,6 @@ async def test_two_askings_of_one_operation_are_one_update(tmp_path: Path) -> No
 
 
 async def test_a_failed_operation_says_why_when_it_is_asked_about(tmp_path: Path) -> None:
-    """A61."""
     async with fleet_of(MockSettings()) as (fleet, _):
         with pytest.raises(NotFound):
             await fleet.update_from_disk(str(tmp_path / "absent"), operation=Operation(id="op"))
@@ -147,7 +145,6 @@ async def test_a_deadline_in_the_middle_leaves_no_worker_of_unknown_version_in_s
 
 
 async def test_a_worker_that_is_cut_off_during_an_update_is_fenced_and_the_rest_go_on(tmp_path: Path) -> None:
-    """A59."""
     async with fleet_of(*[MockSettings()] * 3) as (fleet, workers):
         workers[1].gates["update"] = asyncio.Event()
         update = asyncio.create_task(fleet.update_from_disk(weights(tmp_path, "v1"), on_failure="fence"))

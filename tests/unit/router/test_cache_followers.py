@@ -61,7 +61,7 @@ async def followed(policy: PrefixAware, workers: list[LocalWorker]) -> None:
 
 
 async def test_predicted_and_actual_cached_tokens_agree_for_text_salts_adapters_and_images(tmp_path: Path) -> None:
-    """A75: each dimension is sent twice, and once more beside another value of it."""
+    """Each dimension is sent twice, and once more beside another value of it."""
     async with router_of(MockSettings(), MockSettings()) as (router, policy, workers):
         for name in ("one", "other"):
             await router.fleet.load_adapter(name, write_adapter(tmp_path / name, fill=float(len(name))))
@@ -96,7 +96,7 @@ async def test_predicted_and_actual_cached_tokens_agree_for_text_salts_adapters_
 
 
 async def test_a_reset_worker_gets_no_traffic_for_a_cache_that_is_gone() -> None:
-    """A42: warm P on worker A, reset A, send P 10 times."""
+    """Warm P on worker A, reset A, send P 10 times."""
     async with router_of(MockSettings(), MockSettings()) as (router, policy, workers):
         tokens = prompt(0)
         await answer(router, make_request(tokens, max_tokens=2))
@@ -116,7 +116,7 @@ async def test_a_reset_worker_gets_no_traffic_for_a_cache_that_is_gone() -> None
 
 
 async def test_an_update_a_restart_and_a_pause_that_clears_drop_what_was_known(tmp_path: Path) -> None:
-    """A42: each of them, whatever the events say."""
+    """Each of them, whatever the events say."""
     async with router_of(MockSettings()) as (router, policy, (worker,)):
         tokens = prompt(0)
 

@@ -92,6 +92,5 @@ def test_a_probe_whose_outcome_never_came_is_followed_by_another(circuit: Circui
     ],
 )
 def test_only_engine_and_transport_faults_count(error: RollplaneError, fault: bool, moves: bool) -> None:
-    """A77."""
     assert is_fault(error) is fault
     assert may_move(error) is moves

@@ -39,7 +39,7 @@ def place(policy: PrefixAware, request: GenerateRequest, workers: list[RoutedWor
 
 
 async def test_a_burst_of_one_prompt_goes_to_one_worker_before_any_event() -> None:
-    """A78: 16 identical 8k prompts at once over 4 workers are computed about once."""
+    """16 identical 8k prompts at once over 4 workers are computed about once."""
     workers, policy = await routed(4), PrefixAware()
     tokens = prompt(0)
     placed = [place(policy, make_request(tokens), workers) for _ in range(16)]
@@ -56,7 +56,7 @@ async def test_a_group_larger_than_the_cap_spills_over() -> None:
 
 
 async def test_a_long_common_prefix_does_not_defeat_load() -> None:
-    """A74: 256 sessions that share 4k tokens, over 4 workers."""
+    """256 sessions that share 4k tokens, over 4 workers."""
     workers, policy = await routed(4), PrefixAware()
     shared = prompt(0, 4096)
     placed = Counter(
@@ -71,7 +71,7 @@ async def test_a_long_common_prefix_does_not_defeat_load() -> None:
 
 
 async def test_sessions_stay_while_balanced_and_drain_from_a_slow_worker() -> None:
-    """A73: a closed loop of 128 sessions over 4 workers; one of them becomes 5 times slower."""
+    """A closed loop of 128 sessions over 4 workers; one of them becomes 5 times slower."""
     clock = FakeClock()
     workers, policy = await routed(4), PrefixAware(clock=clock)
     home: dict[int, RoutedWorker] = {}
@@ -111,7 +111,7 @@ async def test_sessions_stay_while_balanced_and_drain_from_a_slow_worker() -> No
 
 
 async def test_a_new_generation_or_process_is_noticed_at_the_next_choice_whatever_the_events_say() -> None:
-    """A42, the index: no event ever says that the cache is gone."""
+    """The index forgets though no event ever says that the cache is gone."""
     workers, policy = await routed(4), PrefixAware()
     tokens = prompt(0)
     warm = place(policy, make_request(tokens), workers)

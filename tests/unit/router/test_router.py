@@ -100,7 +100,6 @@ async def test_a_fleet_that_fails_everywhere_gives_the_error_after_bounded_attem
 
 
 async def test_the_last_worker_is_tried_although_its_circuit_is_open() -> None:
-    """A77."""
     failing = MockSettings(faults=(Fault(kind="fail", times=6),))
     settings = RouterSettings(max_attempts=2)
     async with router_of(failing, router_settings=settings) as (router, _):
@@ -113,7 +112,6 @@ async def test_the_last_worker_is_tried_although_its_circuit_is_open() -> None:
 
 
 async def test_a_callers_mistake_is_refused_once_and_touches_no_circuit() -> None:
-    """A77."""
     async with router_of(MockSettings(max_model_len=16), MockSettings(max_model_len=16)) as (router, workers):
         with pytest.raises(ContextOverflow, match="maximum context length"):
             await collect(router, make_request([5] * 20))

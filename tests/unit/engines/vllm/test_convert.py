@@ -309,7 +309,7 @@ def test_endings_are_named(said: str, reason: Any, finish: str, stop: Any) -> No
 
 
 def test_an_ending_without_new_tokens_still_ends_the_choice() -> None:
-    """Cases A14 and A17: the last event is there, and side payloads cover the whole choice."""
+    """The last event is there, and side payloads cover the whole choice."""
     output = Output(
         [4, 5], finish_reason="abort", logprobs=FlatLogprobs().position((4, -1.0, 1)).position((5, -1.0, 1))
     )
@@ -340,7 +340,6 @@ MOE = MoeShape(layers=2, top_k=2, num_experts=512)
 
 @pytest.mark.parametrize(("top", "dtype"), [(7, "uint8"), (255, "uint8"), (256, "uint16"), (511, "uint16")])
 def test_routes_are_narrow_and_say_their_start(top: int, dtype: str) -> None:
-    """Case A27."""
     array = np.array([[[0, top], [1, 2]]], dtype=np.int32)
 
     got = convert.read_routes(Output([1], routed_experts=array), plan(moe=MOE, routes=True, routes_start=3), tokens=1)
@@ -357,7 +356,6 @@ def test_an_expert_that_the_model_has_not_is_an_engine_error() -> None:
 
 
 def test_no_tokens_have_typed_empty_routes() -> None:
-    """Case A19."""
     got = convert.read_routes(Output([]), plan(moe=MOE, routes=True), tokens=0)
 
     assert got is not None
@@ -370,7 +368,6 @@ def test_no_tokens_have_typed_empty_routes() -> None:
 
 
 def test_masks_become_csr() -> None:
-    """Case A16."""
     got = convert.read_mask(Mask([[1, 2, 3], [9], [4, 5]]))
 
     assert got is not None
