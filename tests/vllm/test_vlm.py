@@ -100,7 +100,7 @@ async def test_features_and_raw_images_give_one_answer(
 async def test_another_images_hash_does_not_bring_its_features(
     engine: VllmEngine, rendered: dict[str, tuple[list[int], Features]]
 ) -> None:
-    """VLLM's encoder cache goes by the hash it is given."""
+    """vLLM's encoder cache goes by the hash it is given."""
     red, blue = rendered["red"], rendered["blue"]
     honest = [values(await look(engine, *red)), values(await look(engine, *blue))]
 
