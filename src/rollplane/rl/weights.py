@@ -68,6 +68,7 @@ class PolicyControl:
         self._pauses_over = asyncio.Event()
         self._pauses_over.set()
         self._callers_pausing = 0
+        self._resuming = 0
         self._stays_paused = False
         self._staged: dict[str, StagedWeights] = {}
 
@@ -120,7 +121,7 @@ class PolicyControl:
             return PauseReport(mode=mode, already_paused=True)
         if self._state not in ("ready", "pausing", "paused"):
             raise Conflict(f"cannot pause while the worker is {self._state}")
-        was_paused = self._state == "paused"
+        was_paused = self._state == "paused" and not self._resuming
         self._pausing += 1
         self._pauses_over.clear()
         self._enter("pausing")
@@ -140,12 +141,27 @@ class PolicyControl:
         if self._pausing > 0:
             return
         stays, self._stays_paused = self._stays_paused, False
-        if not stays:
+        try:
+            if not stays:
+                await self._run_again()
+        except BaseException:
+            stays = True  # what is certain is that nobody said that it runs
+            raise
+        finally:
+            if self._pausing == 0:
+                if stays:
+                    self._enter("paused")
+                self._pauses_over.set()
+
+    async def _run_again(self) -> None:
+        """Resume the engine and say ready, unless a pause began meanwhile, which then ends by itself."""
+        self._resuming += 1
+        try:
             await self.receiver.resume()
-            if self._pausing > 0:
-                return  # another pause began meanwhile, and ends by itself
-        self._enter("paused" if stays else "ready")
-        self._pauses_over.set()
+        finally:
+            self._resuming -= 1
+        if self._pausing == 0:
+            self._enter("ready")
 
     async def resume(self) -> ResumeReport:
         """Make tokens again; see `PolicyAdmin.resume`.
@@ -163,10 +179,9 @@ class PolicyControl:
             if self._state == "pausing":
                 raise Conflict("a pause is under way; resume when it has returned")
             was_paused = self._state == "paused"
-            if was_paused:
-                await self.receiver.resume()
-                self._enter("ready")
             self.paused_by_caller = False
+            if was_paused:
+                await self._run_again()
             return ResumeReport(was_paused=was_paused, policy_version=self.version)
 
     async def stage(self, path: str, *, operation: Operation | None = None) -> StagedWeights:
@@ -338,8 +353,7 @@ class PolicyControl:
         finally:
             # A caller that asked for a pause meanwhile keeps it.
             if not was_paused and self._state == "paused" and not (self.paused_by_caller or self._callers_pausing):
-                await self.receiver.resume()
-                self._enter("ready")
+                await self._run_again()
         report.pause_s = self._clock() - stopped
         return report
 
