@@ -194,13 +194,13 @@ def main() -> None:
 
 
 def sweep_rival(model: Any, rng: np.random.Generator, *, quick: bool) -> dict[str, Any]:
-    """The rival's fastest settings; prints the second run of each."""
+    """The rival's fastest settings: the best of two runs after a first one, by processor time, which load moves less."""
     best: tuple[float, dict[str, Any]] = (0.0, {})
     for settings in sweep(quick):
         with Rival(model, settings, OUTPUT_TOKENS) as rival:
             try:
                 rival.run(fresh_prompts(rng))
-                speed = rival.run(fresh_prompts(rng))
+                speed = max((rival.run(fresh_prompts(rng)) for _ in range(2)), key=lambda speed: speed.cpu)
             except RuntimeError as error:
                 print(f"  failed  {error}")
                 continue

@@ -17,7 +17,7 @@ from rollplane.engines.embedded.lora import AdapterSet
 from rollplane.engines.embedded.model import CausalModel
 from rollplane.engines.embedded.prompt_logprobs import PromptLogprobsBuilder
 from rollplane.engines.embedded.results import Emission, read_ending, read_tokens
-from rollplane.engines.embedded.sampler import RowControls, draw, rank_of, truncate
+from rollplane.engines.embedded.sampler import RowControls, draw, rank_of
 from rollplane.engines.embedded.scheduler import Chunk, Job, Scheduler, group_by_length
 from rollplane.engines.embedded.sequence import Generation, LogitRules, Sequence, child_rng
 from rollplane.engines.embedded.slots import DecodeCache, PrefillCache, SlotTable
@@ -317,7 +317,7 @@ class Core:
         """Draw one token per row of logits [R, V] and write it, and what was asked about it, at the slots' ends."""
         logits = self._apply_rules(logits, rows)
         controls = self._row_controls(rows)
-        support = Support(truncate(logits, controls), controls)
+        support = Support(logits, controls)
         logprobs = support.logits.log_softmax(-1)
         uniforms = torch.tensor([s.rng.random() for s in rows], dtype=torch.float64)
         columns = draw(logprobs, uniforms, controls)[:, None]

@@ -56,11 +56,23 @@ class RowControls:
         self.widest_top_k = max((k for k in (top_k[i] for i in cut) if k < vocab), default=0)
         self.any_open_top_p = any(top_k[i] == vocab for i in cut)
         self.any_top_p = any(live[i].top_p < 1 for i in cut)
+        self.every_top_k = len(cut) == len(rows) > 0 and not self.any_greedy and not self.any_open_top_p
+        self.one_top_k = len({top_k[i] for i in cut}) == 1
 
 
 def truncate(logits: Tensor, controls: RowControls) -> Tensor:
     """Temperature, min-p, top-k and top-p: `logits` [B, V] -> [B, V] with -inf outside each row's support."""
-    x = logits / controls.temperature if controls.any_temperature else logits
+    return cut(temper(logits, controls), controls)
+
+
+def temper(logits: Tensor, controls: RowControls) -> Tensor:
+    """Logits divided by each row's temperature."""
+    return logits / controls.temperature if controls.any_temperature else logits
+
+
+def cut(logits: Tensor, controls: RowControls) -> Tensor:
+    """Min-p, top-k and top-p; `logits` [B, W] may lack columns that every row's top-k drops."""
+    x = logits
     if controls.any_min_p:
         x = x.masked_fill(x < x.amax(-1, keepdim=True) + controls.log_min_p, NEG_INF)
     if len(controls.truncated):
@@ -74,7 +86,7 @@ def truncate(logits: Tensor, controls: RowControls) -> Tensor:
 def _cut_top(x: Tensor, controls: RowControls) -> Tensor:
     """Top-k, then top-p, on rows [R, V] that have either."""
     vocab = x.shape[1]
-    width = controls.widest_top_k
+    width = min(vocab, controls.widest_top_k)
     if controls.any_open_top_p:
         width = min(vocab, max(width, _TOP_P_FIRST_WIDTH))
     threshold, decided = top_threshold(x, largest_values(x, width), controls)
@@ -96,7 +108,7 @@ def top_threshold(x: Tensor, largest: Tensor, controls: RowControls) -> tuple[Te
 
     Args:
         x: rows [R, V].
-        largest: each row's W largest values in falling order, [R, W]; W >= every top-k that is on.
+        largest: each row's W largest values in falling order, [R, W]; W = V, or W >= every top-k that is on.
         controls: their top-k and top-p.
 
     Ties at the k-th value are all kept. A token is in the nucleus if the mass before it is below top-p.

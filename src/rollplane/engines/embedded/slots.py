@@ -135,8 +135,8 @@ class PrefillCache:
     def __init__(self, table: SlotTable, *, slots: Tensor, valid: Tensor, positions: Tensor, history: bool) -> None:
         self._kv = table.kv
         self._slots = slots
-        self._row, self._column = valid.nonzero(as_tuple=True)
-        self._slot = slots[self._row]
+        self._valid = None if bool(valid.all()) else valid.view(-1).nonzero()[:, 0]
+        self._slot = slots[:, None].expand_as(valid)[valid]
         self._position = positions[valid]
         self._history = history
         self.keys = int(positions.max()) + 1
@@ -144,8 +144,9 @@ class PrefillCache:
     def update(self, k: Tensor, v: Tensor, layer: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Keep the valid tokens of [R, heads, T, dim]; return what the rows may attend to."""
         keys, values = self._kv[layer, 0], self._kv[layer, 1]
-        keys[self._slot, :, self._position] = k[self._row, :, self._column]
-        values[self._slot, :, self._position] = v[self._row, :, self._column]
+        for kept, new in ((keys, k), (values, v)):
+            tokens = new.transpose(1, 2).flatten(0, 1)
+            kept[self._slot, :, self._position] = tokens if self._valid is None else tokens.index_select(0, self._valid)
         if not self._history:
             return k, v
         return keys[self._slots, :, : self.keys], values[self._slots, :, : self.keys]

@@ -1,0 +1,126 @@
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tests.models import tiny
+from transformers import AutoModelForCausalLM, DynamicCache
+from transformers.models.qwen3_moe.modeling_qwen3_moe import apply_rotary_pos_emb
+
+from rollplane.engines.embedded import fast_modules
+from rollplane.engines.embedded.fast_modules import EXPERTS, FAST_FAMILIES, experts_forward, norm_forward, rotate
+from rollplane.engines.embedded.model import CausalModel, load_model
+from rollplane.engines.embedded.slots import DecodeCache, SlotTable
+
+MAKERS: dict[str, Callable[..., Path]] = {
+    "qwen3": tiny.make_dense,
+    "qwen3_moe": tiny.make_moe,
+    "mixtral": tiny.make_mixtral,
+}
+
+
+def replaced(model: CausalModel) -> list[str]:
+    return sorted({type(m).__name__ for m in model.module.modules() if "forward" in vars(m)})
+
+
+@pytest.mark.parametrize("kind", sorted(FAST_FAMILIES))
+def test_decoding_gives_the_logits_of_transformers(kind: str, tmp_path: Path) -> None:
+    path = MAKERS[kind](tmp_path / "m", layers=3)
+    model, plain = load_model(path), AutoModelForCausalLM.from_pretrained(path)
+    assert model.fast
+    assert replaced(model) == sorted({FAST_FAMILIES[kind].norm, FAST_FAMILIES[kind].attention})
+    table = SlotTable(model.shape, max_slots=4, dtype=torch.float32)
+    ids = torch.randint(7, tiny.VOCABULARY, (3, 40), generator=torch.Generator().manual_seed(0))
+    caches = [DynamicCache(config=plain.config) for _ in ids]
+    late = torch.tensor([0, 7, 2])  # rows of different lengths share a step
+    with torch.inference_mode():
+        for step in range(32):
+            positions = (step - late).clamp(min=0)
+            cache = DecodeCache(table, positions)
+            token = ids[torch.arange(3), positions][:, None]
+            visible = torch.arange(cache.keys)[None] <= positions[:, None]
+            got = model.forward(token, positions=positions[:, None], visible=visible[:, None], cache=cache).logits
+            for row in range(3):
+                if step >= late[row]:
+                    wanted = plain(token[row : row + 1], past_key_values=caches[row]).logits
+                    assert (got[row, -1] - wanted[0, -1]).abs().max() <= 1e-5
+
+
+@pytest.mark.parametrize("kind", ["qwen2_moe", "olmoe"])
+def test_other_families_keep_their_own_modules(kind: str, tmp_path: Path, make_other_moe: Callable[..., Path]) -> None:
+    model = load_model(make_other_moe(kind, tmp_path / "m"))
+    assert not model.fast
+    assert replaced(model) == []
+    assert model.config._experts_implementation == "grouped_mm"
+
+
+def test_bfloat16_keeps_its_own_modules(moe_dir: Path) -> None:
+    model = load_model(moe_dir, dtype="bfloat16")
+    assert not model.fast
+    assert replaced(model) == []
+
+
+@pytest.mark.parametrize("broken", ["norm_forward", "attention_forward", "experts_forward"])
+def test_a_stand_in_that_differs_is_taken_back(
+    broken: str, moe_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    right = getattr(fast_modules, broken)
+
+    def wrong(*args: Any, **kwargs: Any) -> Any:
+        out = right(*args, **kwargs)
+        return (1.01 * out[0], None) if isinstance(out, tuple) else 1.01 * out
+
+    monkeypatch.setattr(fast_modules, broken, wrong)
+    model = load_model(moe_dir)
+    monkeypatch.undo()
+    fast_modules.register_experts()  # the right one again, by the name that others use
+    assert not model.fast
+    assert replaced(model) == []
+    assert model.config._experts_implementation == "grouped_mm"
+    assert "qwen3_moe differ from Transformers'" in caplog.text
+
+
+def test_a_stand_in_that_fails_is_taken_back(moe_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fast_modules, "norm_forward", lambda self, hidden: self.epsilon)
+    model = load_model(moe_dir)
+    assert not model.fast
+    assert replaced(model) == []
+
+
+def test_the_stand_ins_are_of_the_instance_not_of_the_class(moe: CausalModel, moe_dir: Path) -> None:
+    assert moe.fast
+    assert moe.config._experts_implementation == EXPERTS
+    plain = AutoModelForCausalLM.from_pretrained(moe_dir)
+    assert not [m for m in plain.modules() if "forward" in vars(m)]
+
+
+@pytest.mark.parametrize("tokens", [1, 5, 64])
+@pytest.mark.parametrize("routing", ["any", "one expert"])
+def test_experts_give_what_transformers_own_loop_gives(tokens: int, routing: str, moe_dir: Path) -> None:
+    plain = AutoModelForCausalLM.from_pretrained(moe_dir, experts_implementation="eager")
+    experts = plain.get_submodule("model.layers.0.mlp.experts")
+    g = torch.Generator().manual_seed(tokens)
+    hidden = torch.randn(tokens, experts.hidden_dim, generator=g)
+    index = torch.rand(tokens, experts.num_experts, generator=g).argsort(-1)[:, :2]
+    if routing == "one expert":
+        index = torch.tensor([[5, 3]]).repeat(tokens, 1)
+    weights = torch.rand(tokens, 2, generator=g)
+    with torch.inference_mode():
+        assert torch.allclose(
+            experts_forward(experts, hidden, index, weights), experts(hidden, index, weights), atol=1e-5
+        )
+
+
+def test_positions_rotate_as_transformers_does() -> None:
+    x, y = torch.randn(3, 4, 1, 32), torch.randn(3, 2, 1, 32)
+    angles = torch.rand(3, 1, 16).repeat(1, 1, 2)
+    wanted, _ = apply_rotary_pos_emb(x, y, angles.cos(), angles.sin())
+    assert torch.allclose(rotate(x[:, :, 0], angles.cos(), angles.sin()), wanted[:, :, 0], atol=1e-6)
+
+
+def test_the_norm_is_that_of_transformers(moe: CausalModel, moe_dir: Path) -> None:
+    norm = AutoModelForCausalLM.from_pretrained(moe_dir).get_submodule("model.norm")
+    x = torch.randn(2, 3, 128) * torch.tensor([1e-4, 1.0, 1e4])[None, :, None]
+    with torch.inference_mode():
+        assert torch.allclose(norm_forward(norm, x), norm(x), rtol=1e-5, atol=0)
