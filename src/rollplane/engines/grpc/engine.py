@@ -43,7 +43,8 @@ from rollplane.protocol.versions import check_version_name
 HEALTH_PERIOD_S: Final = 2.0
 HEALTH_TIMEOUT_S: Final = 5.0
 ABORT_REPEAT_S: Final = 0.1
-_SETTLE_ROUNDS: Final = 50
+QUIET_S: Final = 0.02
+"""How long nothing may come from a paused engine before all that it made is taken to be here."""
 
 
 class GrpcEngine:
@@ -214,6 +215,7 @@ class GrpcEngine:
         await self.control.pause(mode, clear_cache=clear_cache, timeout_s=self.settings.call_timeout_s)
         self._paused = True
         self._cleared = self._cleared or clear_cache
+        await self._settle()
         return PauseReport(
             mode=mode,
             already_paused=was_paused,
@@ -391,28 +393,27 @@ class GrpcEngine:
         return "paused" if self._paused else "ready"
 
     async def _settle(self) -> None:
-        """Return once every token that was made before the pause has been counted.
+        """Return once the tokens that were made before the pause have been counted.
 
-        The engine is idle, so a connection's answers are behind us when a later call on it returns and nothing more
-        has come meanwhile.
+        The engine is idle, but a fast one is ahead of its readers: its answers are behind us when later calls on the
+        same connections return and nothing more comes for a while.
         """
         counted = [calls for calls in self._all_live() if calls.streams]
         if not counted or self._pool is None:
             return
-        for _ in range(_SETTLE_ROUNDS):
+        pool, clock = self._pool, asyncio.get_running_loop().time
+        quiet_since, ends = clock(), clock() + self.settings.control_timeout_s
+        while clock() - quiet_since < QUIET_S and clock() < ends:
             before = [tracker.tokens for calls in counted for tracker in calls.trackers]
-            await asyncio.gather(
-                *(
-                    lane.control.IsPaused(
-                        pb.IsPausedRequest(), timeout=self.settings.control_timeout_s, metadata=self._pool.metadata()
-                    )
-                    for lane in self._pool.lanes
-                    if lane.calls
-                ),
-                return_exceptions=True,
-            )
-            if before == [tracker.tokens for calls in counted for tracker in calls.trackers]:
-                return
+            request, metadata = pb.IsPausedRequest(), pool.metadata()
+            asked = [
+                lane.control.IsPaused(request, timeout=self.settings.control_timeout_s, metadata=metadata)
+                for lane in pool.lanes
+                if lane.calls
+            ]
+            await asyncio.gather(*asked, asyncio.sleep(QUIET_S / 4), return_exceptions=True)
+            if before != [tracker.tokens for calls in counted for tracker in calls.trackers]:
+                quiet_since = clock()
 
     async def _abort_again(self, calls: LiveCalls) -> None:
         while not calls.done.is_set():
