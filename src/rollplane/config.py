@@ -34,6 +34,12 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     host: Annotated[str, _about("Address to listen on; other than loopback needs keys")] = "127.0.0.1"
     port: Annotated[Port, _about("Port to listen on; 0 takes a free one")] = 8000
+    admin_host: Annotated[str | None, _about("Address of the administration's own listener; host if absent")] = None
+    admin_port: Annotated[
+        Port | None, _about("Serve administration on this port only, 0 takes a free one; the first port serves data")
+    ] = None
+    tls_cert_file: Annotated[str | None, _about("Certificate chain (PEM); with tls_key_file, HTTPS only")] = None
+    tls_key_file: Annotated[str | None, _about("Private key of the certificate (PEM, without a passphrase)")] = None
     data_key_file: Annotated[list[str], _about("File of bearer keys for the data plane, one a line")] = []
     admin_key_file: Annotated[list[str], _about("File of bearer keys for every route, one a line")] = []
     root: Annotated[list[str], _about("Directory that weights and adapters may come from")] = []

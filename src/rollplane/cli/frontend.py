@@ -35,6 +35,8 @@ async def run_frontend(settings: Settings) -> None:
     server, about = settings.table(ServerSettings), settings.table(FrontendSettings)
     keys = KeyRing(server.data_key_file, server.admin_key_file)
     check_binding(server.host, keys)
+    check_binding(server.admin_host or server.host, keys)
+    ops.check_tls(server)
     discovery = discovery_of(about)
     policy = make_policy(about.router)
     key = worker_key(about)
@@ -50,15 +52,24 @@ async def run_frontend(settings: Settings) -> None:
     )
     try:
         sock = ops.bind(server)
-        url = ops.url_of(sock)
+        admin_sock = ops.bind_admin(server)
+        url = ops.url_of(sock, tls=server.tls_cert_file is not None)
         await router.start()
-        service = Service(role="frontend", engine=router, admin=fleet, settings=server, keys=keys, metrics=Metrics())
+        service = Service(
+            role="frontend",
+            engine=router,
+            admin=fleet,
+            settings=server,
+            keys=keys,
+            metrics=Metrics(),
+            admin_port=ops.port_of(admin_sock),
+        )
         announcing: list[asyncio.Task[None]] = []
 
         def ready() -> None:
             announcing.append(asyncio.create_task(announce(router, server, url=url, join_s=about.join_s)))
 
-        await ops.run(create_app(service), service, sock, on_ready=ready)
+        await ops.run(create_app(service), service, sock, admin_sock=admin_sock, on_ready=ready)
         for task in announcing:
             task.cancel()
         await asyncio.gather(*announcing, return_exceptions=True)

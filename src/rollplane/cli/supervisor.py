@@ -252,6 +252,9 @@ class _Plan:
         server = {
             "host": "127.0.0.1",
             "port": self._ports[index],
+            "admin_port": None,  # workers listen on loopback for the frontend alone
+            "tls_cert_file": None,
+            "tls_key_file": None,
             "data_key_file": [],
             "admin_key_file": [str(self._key_file)],
             "root": self._roots,

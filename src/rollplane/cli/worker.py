@@ -24,9 +24,14 @@ async def run_worker(settings: Settings) -> None:
     server, about = settings.table(ServerSettings), settings.table(config.WorkerSettings)
     keys = KeyRing(server.data_key_file, server.admin_key_file)
     check_binding(server.host, keys)
+    check_binding(server.admin_host or server.host, keys)
+    ops.check_tls(server)
     engine = build_engine(about)
     sock = ops.bind(server)
-    url = about.public_url or ops.url_of(sock)
+    admin_sock = ops.bind_admin(server)
+    tls = server.tls_cert_file is not None
+    # Frontends and trainers need the administration's address; it serves requests too.
+    url = about.public_url or ops.url_of(admin_sock or sock, tls=tls)
     serving = worker.Worker(
         engine,
         settings=worker.WorkerSettings(
@@ -46,7 +51,14 @@ async def run_worker(settings: Settings) -> None:
         await serving.close()
         raise
     service = Service(
-        role="worker", engine=serving, admin=serving, worker=serving, settings=server, keys=keys, metrics=Metrics()
+        role="worker",
+        engine=serving,
+        admin=serving,
+        worker=serving,
+        settings=server,
+        keys=keys,
+        metrics=Metrics(),
+        admin_port=ops.port_of(admin_sock),
     )
 
     def ready() -> None:
@@ -56,7 +68,7 @@ async def run_worker(settings: Settings) -> None:
         )
         ops.say_ready(server, url=url, role="worker", model=info.model, worker=serving.settings.name)
 
-    await ops.run(create_app(service), service, sock, on_ready=ready, exit_on_death=True)
+    await ops.run(create_app(service), service, sock, admin_sock=admin_sock, on_ready=ready, exit_on_death=True)
 
 
 def main(settings: Settings) -> None:

@@ -40,7 +40,9 @@ def create_app(service: Service) -> Starlette:
         routes=list(routes),
         middleware=[
             Middleware(ObserveMiddleware),
-            Middleware(AuthMiddleware, keys=service.keys, routes=routes, refuse=error_response),
+            Middleware(
+                AuthMiddleware, keys=service.keys, routes=routes, refuse=error_response, admin_port=service.admin_port
+            ),
         ],
         exception_handlers=_handlers(),
     )

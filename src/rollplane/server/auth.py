@@ -23,7 +23,7 @@ from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rollplane.config import read_keys
-from rollplane.errors import Forbidden, InvalidRequest, RollplaneError, Unauthenticated
+from rollplane.errors import Forbidden, InvalidRequest, NotFound, RollplaneError, Unauthenticated
 
 Access = Literal["open", "data", "admin"]
 RELOAD_S = 1.0
@@ -109,9 +109,21 @@ class KeyRing:
 
 
 class AuthMiddleware:
-    """Lets a request through to a route only with the access that the route asks for."""
+    """Lets a request through to a route only with the access that the route asks for.
 
-    def __init__(self, app: ASGIApp, *, keys: KeyRing, routes: Sequence[BaseRoute], refuse: "Refuse") -> None:
+    `admin_port`: routes of administration are not there on any other port.
+    """
+
+    def __init__(
+        self,
+        app: ASGIApp,
+        *,
+        keys: KeyRing,
+        routes: Sequence[BaseRoute],
+        refuse: "Refuse",
+        admin_port: int | None = None,
+    ) -> None:
+        self._admin_port = admin_port
         self._app = app
         self._keys = keys
         self._routes = routes
@@ -132,6 +144,9 @@ class AuthMiddleware:
     def _admit(self, scope: Scope) -> str:
         needs = required_access(scope, self._routes)
         headers = Headers(scope=scope)
+        # The socket's own port, which no header can say otherwise.
+        if needs == "admin" and self._admin_port not in (None, (scope.get("server") or ("", None))[1]):
+            raise NotFound("this route is served on the administration's own port")
         if self._keys.open:
             check_local(headers)
             return "local"

@@ -9,6 +9,7 @@ import contextlib
 import os
 import signal
 import socket
+import ssl
 import sys
 import threading
 from collections.abc import Callable, Generator
@@ -53,12 +54,55 @@ def bind(settings: ServerSettings) -> socket.socket:
     return sock
 
 
-def url_of(sock: socket.socket) -> str:
+def bind_admin(settings: ServerSettings) -> socket.socket | None:
+    """The listening socket of administration alone, None where it shares the first one.
+
+    Raises:
+        InvalidRequest: the address cannot be listened on.
+    """
+    if settings.admin_port is None:
+        return None
+    if settings.admin_port == settings.port != 0:
+        raise InvalidRequest(
+            f"server.admin_port is server.port, {settings.port}: choose another", param="server.admin_port"
+        )
+    host = settings.admin_host or settings.host
+    return bind(msgspec.structs.replace(settings, host=host, port=settings.admin_port))
+
+
+def port_of(sock: socket.socket | None) -> int | None:
+    """The port that a socket listens on, None without one."""
+    return None if sock is None else int(sock.getsockname()[1])
+
+
+def check_tls(settings: ServerSettings) -> None:
+    """Refuse half of a certificate, or one that cannot be used, before anything starts.
+
+    Raises:
+        InvalidRequest: naming the file.
+    """
+    cert, key = settings.tls_cert_file, settings.tls_key_file
+    if (cert is None) != (key is None):
+        raise InvalidRequest("server.tls_cert_file and server.tls_key_file go together", param="server.tls_cert_file")
+    if cert is None or key is None:
+        return
+    try:
+        # An empty passphrase: a key that needs one is refused instead of asking on the terminal.
+        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key, password="")
+    except (OSError, ValueError) as error:
+        raise InvalidRequest(
+            f"server.tls_cert_file {cert} and server.tls_key_file {key} cannot be used: {error}",
+            param="server.tls_cert_file",
+        ) from None
+
+
+def url_of(sock: socket.socket, *, tls: bool = False) -> str:
     """The address others on this machine reach a listening socket at."""
+    scheme = "https" if tls else "http"
     host, port = sock.getsockname()[:2]
     if host in ("0.0.0.0", "::"):
         host = "127.0.0.1" if host == "0.0.0.0" else "::1"
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 class _Server(uvicorn.Server):
@@ -81,6 +125,8 @@ def make_server(app: ASGIApp, settings: ServerSettings) -> uvicorn.Server:
             server_header=False,
             proxy_headers=False,  # the caller's address in the audit log is the connection's
             timeout_keep_alive=KEEP_ALIVE_S,
+            ssl_certfile=settings.tls_cert_file,
+            ssl_keyfile=settings.tls_key_file,
             timeout_graceful_shutdown=int(settings.drain_s + LAST_ANSWERS_S) + 1,
         )
     )
@@ -91,12 +137,14 @@ async def run(
     service: Service,
     sock: socket.socket,
     *,
+    admin_sock: socket.socket | None = None,
     on_ready: Callable[[], None] = lambda: None,
     exit_on_death: bool = False,
 ) -> None:
     """Serve until told to stop; then drain and close the engine. The engine is started already.
 
     Args:
+        admin_sock: from `bind_admin`; the app serves administration on its port only.
         on_ready: called once requests are accepted.
         exit_on_death: stop when the engine has died, so that whoever supervises the process starts another.
 
@@ -117,7 +165,9 @@ async def run(
         lifecycle.stopping.set()
 
     with _stop_on_signals(stop), _stop_on_end_of_stdin(stop, wanted=settings.stop_with_stdin):
-        serving = asyncio.create_task(server.serve(sockets=[sock]), name="http server")
+        serving = asyncio.create_task(
+            server.serve(sockets=[sock] if admin_sock is None else [sock, admin_sock]), name="http server"
+        )
         stopping = asyncio.create_task(lifecycle.stopping.wait(), name="stop requested")
         death = asyncio.create_task(_death(service), name="engine watch") if exit_on_death else None
         watched = {serving, stopping} | ({death} if death is not None else set())

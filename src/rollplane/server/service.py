@@ -36,6 +36,7 @@ class Lifecycle:
 class Service:
     """Everything a route may use. `admin` None: no administration here, its routes answer 501.
     `worker`: the engine itself where it is a worker of ours, for the internal state route.
+    `admin_port`: the only port that administration is served on; None: every one.
     """
 
     role: Literal["worker", "frontend"]
@@ -45,6 +46,7 @@ class Service:
     metrics: Metrics
     admin: PolicyAdmin | None = None
     worker: Worker | None = None
+    admin_port: int | None = None
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="rollplane-big"))
     """Where bodies and answers too big for the event loop are read, checked and written."""
