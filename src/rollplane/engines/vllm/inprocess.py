@@ -7,14 +7,16 @@ side of vLLM (input processing, output processing) runs on this event loop, its 
 import asyncio
 import contextlib
 import itertools
+import tempfile
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 
 from rollplane.admission import check_request
+from rollplane.engines.kv_mirror import KvMirror
 from rollplane.engines.vllm import convert, versions
 from rollplane.engines.vllm.adapters import Adapters
 from rollplane.engines.vllm.facts import read_info
@@ -23,21 +25,23 @@ from rollplane.engines.vllm.live import LiveChoice, LiveRequest
 from rollplane.engines.vllm.media import check_urls, placeholders_of, rendered
 from rollplane.engines.vllm.policy import Policy
 from rollplane.engines.vllm.settings import VllmSettings
-from rollplane.engines.vllm.start import read_loaded, start_engine
+from rollplane.engines.vllm.start import follow_kv_events, read_loaded, start_engine
 from rollplane.engines.vllm.versions import Progress, VllmApi
+from rollplane.engines.zmq_kv_events import ZmqKvEvents
 from rollplane.errors import Conflict, EngineDied, EngineFailed, InvalidRequest, RollplaneError
 from rollplane.identity import engine_salt
 from rollplane.protocol.admin import FlushReport, PauseMode, PauseReport, ResumeReport, StagedWeights
 from rollplane.protocol.events import EndEvent, Event, PromptEvent, ServedBy
 from rollplane.protocol.info import EngineHealth, EngineInfo
+from rollplane.protocol.kv_events import KvEvent
 from rollplane.protocol.request import GenerateRequest
 
 
 class VllmEngine:
-    """An `Engine`, `WeightReceiver` and `AdapterHost` over vLLM's `AsyncLLM`."""
+    """An `Engine`, `WeightReceiver`, `AdapterHost` and `KvEventSource` over vLLM's `AsyncLLM`."""
 
-    isolates_versions = True
-    """It scopes cached KV by version itself; the worker leaves salts alone."""
+    isolates_versions: ClassVar = True
+    """The salt is scoped by version here, where a queued request can still get another one at an update."""
 
     def __init__(self, settings: VllmSettings) -> None:
         self.settings = settings
@@ -49,6 +53,9 @@ class VllmEngine:
         self._media_model: MediaModel | None = None
         self._media: Any = None
         self._progress = Progress(moved_at=time.monotonic())
+        self._mirror = KvMirror()
+        self._kv_events: ZmqKvEvents | None = None
+        self._sockets: tempfile.TemporaryDirectory[str] | None = None
         self._live: dict[str, list[LiveRequest]] = {}
         self._idle = asyncio.Event()
         self._idle.set()
@@ -77,7 +84,10 @@ class VllmEngine:
         """
         settings = self.settings
         api = self._api = versions.load_api(allow_untested=settings.allow_untested_vllm)
-        engine = self._engine = await asyncio.to_thread(start_engine, settings, api, self._progress)
+        sockets = self._sockets = tempfile.TemporaryDirectory(prefix="rollplane-kv-")
+        engine = self._engine = await asyncio.to_thread(
+            start_engine, settings, api, self._progress, kv_events_at=sockets.name
+        )
         try:
             versions.watch(engine, self._on_death)
             await engine.get_supported_tasks()
@@ -99,7 +109,11 @@ class VllmEngine:
                 isolate=settings.isolate_by_version,
                 live=self._live_requests,
                 resubmit=self._submit,
+                on_cleared=self._mirror.clear,
             )
+            self._kv_events = follow_kv_events(engine, self._mirror)
+            if self._kv_events is not None:
+                self._kv_events.start()
         except BaseException:
             await asyncio.to_thread(engine.shutdown)
             raise
@@ -118,7 +132,12 @@ class VllmEngine:
             for choice in live.open_choices:
                 choice.fail(EngineDied("the engine was closed"))
                 versions.fail_collector(choice.collector, EngineDied("the engine was closed"))
+        if self._kv_events is not None:
+            await self._kv_events.close()
+        self._mirror.end()
         await asyncio.to_thread(self._engine.shutdown)
+        if self._sockets is not None:
+            self._sockets.cleanup()
 
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
         """See `Engine.generate`."""
@@ -223,6 +242,12 @@ class VllmEngine:
     async def loaded_adapters(self) -> list[str]:
         """See `AdapterHost.loaded_adapters`."""
         return self._adapters.names() if self._adapters is not None else []
+
+    # KvEventSource ---------------------------------------------------------------------------------------------------
+
+    def kv_events(self) -> AsyncGenerator[list[KvEvent], None]:
+        """See `KvEventSource.kv_events`. Where vLLM was started without telling what it caches, nothing ever comes."""
+        return self._mirror.feed()
 
     # One request -----------------------------------------------------------------------------------------------------
 

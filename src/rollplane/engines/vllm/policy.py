@@ -26,6 +26,7 @@ class Policy:
     Args:
         live: the requests the engine runs, at any moment.
         resubmit: hands a choice to the engine again, under the present version.
+        on_cleared: called when the prefix cache was dropped; an idle vLLM does not say so itself.
         isolate: cached KV is scoped by version through the salt; else an update makes kept requests recompute.
     """
 
@@ -41,6 +42,7 @@ class Policy:
         isolate: bool,
         live: Callable[[], Iterable[LiveRequest]],
         resubmit: Resubmit,
+        on_cleared: Callable[[], None] = lambda: None,
     ) -> None:
         self.engine = engine
         self.api = api
@@ -55,6 +57,7 @@ class Policy:
         self._adapters = adapters
         self._live = live
         self._resubmit = resubmit
+        self._on_cleared = on_cleared
         self._cached_under = {version}
         self._lock = asyncio.Lock()
         if loaded is not None:
@@ -86,6 +89,7 @@ class Policy:
         if clear_cache:
             self._mark_cleared(left)
             self._cached_under = {self.version}
+            self._on_cleared()
         ended = len({id(live) for live, _ in before} - {id(live) for live, _ in left})
         return PauseReport(
             mode=mode,
@@ -245,6 +249,8 @@ class Policy:
             await self._ask(self.engine.reset_mm_cache())
             await self._ask(self.engine.reset_encoder_cache())
         reset: bool = await self._ask(self.engine.reset_prefix_cache(reset_running_requests=running))
+        if reset:
+            self._on_cleared()
         return reset
 
     async def _submit_again(self, choices: list[tuple[LiveRequest, LiveChoice]]) -> None:

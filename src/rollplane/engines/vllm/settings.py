@@ -40,17 +40,27 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     allow_untested_vllm: bool = False
 
 
-def engine_words(settings: VllmSettings, engine_fields: frozenset[str], *, on_cpu: bool = False) -> list[str]:
+def engine_words(
+    settings: VllmSettings, engine_fields: frozenset[str], *, kv_events_at: str, on_cpu: bool = False
+) -> list[str]:
     """The words for vLLM's parser: our defaults first, then the caller's, which win.
 
     Args:
         engine_fields: the arguments this vLLM knows; a default it does not know is left out.
+        kv_events_at: a directory for the sockets on which vLLM tells what it caches.
         on_cpu: this vLLM runs on a CPU.
     """
     words = ["--model", settings.model]
     for field, default in _DEFAULTS:
         if field in engine_fields:
             words += default
+    events = {
+        "enable_kv_cache_events": True,
+        "publisher": "zmq",
+        "endpoint": f"ipc://{kv_events_at}/events",
+        "replay_endpoint": f"ipc://{kv_events_at}/replay",
+    }
+    words += ["--kv-events-config", msgspec.json.encode(events).decode()]
     if on_cpu:
         # A seeded request whose prompt is computed in parts ends vLLM's CPU engine: its generators have no offset.
         words.append("--no-enable-chunked-prefill")
@@ -75,8 +85,6 @@ def check_engine_args(args: Any) -> None:
         _refuse("logprobs-mode", f"{args.logprobs_mode} returns logits; use processed_logprobs or raw_logprobs")
     if getattr(args, "return_sampling_mask", False) and args.logprobs_mode != "processed_logprobs":
         _refuse("return-sampling-mask", "needs --logprobs-mode processed_logprobs, so that logprobs and masks agree")
-    if args.disable_log_stats:
-        _refuse("disable-log-stats", "would hide whether the engine makes progress")
 
 
 def needs_v2_runner(args: Any) -> str | None:

@@ -4,9 +4,11 @@ import os
 from pathlib import Path
 from typing import Any, Final
 
+from rollplane.engines.kv_mirror import KvMirror
 from rollplane.engines.vllm.checkpoints import Checkpoint, read_checkpoint
 from rollplane.engines.vllm.settings import VllmSettings, check_engine_args, engine_words, needs_v2_runner
 from rollplane.engines.vllm.versions import Progress, VllmApi, parse_engine_args, progress_logger
+from rollplane.engines.zmq_kv_events import ZmqKvEvents
 from rollplane.errors import EngineDied, InvalidRequest, NotFound
 
 _V2_RUNNER: Final = "VLLM_USE_V2_MODEL_RUNNER"
@@ -14,14 +16,16 @@ _INSECURE: Final = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 _REDIRECTS: Final = "VLLM_MEDIA_URL_ALLOW_REDIRECTS"
 
 
-def start_engine(settings: VllmSettings, api: VllmApi, progress: Progress) -> Any:
+def start_engine(settings: VllmSettings, api: VllmApi, progress: Progress, *, kv_events_at: str) -> Any:
     """A loaded vLLM engine.
 
     Raises:
         InvalidRequest: engine arguments that vLLM or we refuse; naming them.
         EngineDied: vLLM could not start.
     """
-    args = parse_engine_args(api, engine_words(settings, api.engine_fields, on_cpu=api.on_cpu))
+    args = parse_engine_args(
+        api, engine_words(settings, api.engine_fields, kv_events_at=kv_events_at, on_cpu=api.on_cpu)
+    )
     check_engine_args(args)
     if os.environ.get(_INSECURE, "0") not in ("", "0"):
         raise InvalidRequest(
@@ -44,6 +48,7 @@ def start_engine(settings: VllmSettings, api: VllmApi, progress: Progress) -> An
         return api.AsyncLLM.from_vllm_config(
             config,
             stat_loggers=[progress_logger(api, progress)],
+            disable_log_stats=True,  # vLLM's own loggers, which cost each step a fifth; ours is kept
             enable_log_requests=args.enable_log_requests,
         )
     except Exception as error:  # the engine core runs in another process: its failure arrives as any kind
@@ -57,6 +62,15 @@ def read_loaded(engine: Any) -> Checkpoint | None:
         return read_checkpoint(model if Path(model).is_dir() else _cached_snapshot(model))
     except (NotFound, InvalidRequest):
         return None
+
+
+def follow_kv_events(engine: Any, mirror: KvMirror) -> ZmqKvEvents | None:
+    """What the engine caches, into a mirror; None where it was started without telling it."""
+    config = engine.vllm_config.kv_events_config
+    caches = engine.vllm_config.cache_config.enable_prefix_caching
+    if config is None or not config.enable_kv_cache_events or config.publisher != "zmq" or not caches:
+        return None
+    return ZmqKvEvents(mirror, endpoint=config.endpoint, replay_endpoint=config.replay_endpoint, topic=config.topic)
 
 
 def _cached_snapshot(name: str) -> str:
