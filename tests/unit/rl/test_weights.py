@@ -201,3 +201,40 @@ async def test_publishing_a_label_touches_no_request_and_advances_the_sequence()
     await control.set_version("v1")
     assert receiver.log == ["label v1"]
     assert control.sequence.at_least("v1", "v0")
+
+
+async def test_a_pause_that_comes_while_an_update_resumes_holds() -> None:
+    gate = asyncio.Event()
+    receiver = FakeReceiver(gates={"resume": gate})
+    control = PolicyControl(receiver)
+    updating = asyncio.create_task(control.update_from_disk("/ckpt/1", version="v1"))
+    await until(lambda: "resume" in receiver.log)
+    await control.pause("keep")
+    gate.set()
+    await updating
+    assert (control.state, control.version, receiver.log[-1]) == ("paused", "v1", "pause keep")
+
+
+async def test_an_update_joins_a_pause_that_is_under_way_and_leaves_it_to_its_caller() -> None:
+    gate = asyncio.Event()
+    receiver = FakeReceiver(gates={"pause wait": gate})
+    control = PolicyControl(receiver)
+    pausing = asyncio.create_task(control.pause("wait"))
+    await until(lambda: "pause wait" in receiver.log)
+    updating = asyncio.create_task(control.update_from_disk("/ckpt/1", version="v1"))
+    await until(lambda: "pause keep" in receiver.log)
+    gate.set()
+    await asyncio.gather(pausing, updating)
+    assert (control.state, control.version) == ("paused", "v1")
+    await control.resume()
+    assert control.state == "ready"
+
+
+async def test_an_engine_that_fails_to_resume_after_a_failed_pause_counts_as_paused() -> None:
+    faults = {"pause keep": EngineFailed("busy"), "resume": EngineFailed("no")}
+    control = PolicyControl(FakeReceiver(faults=dict(faults)))
+    with pytest.raises(EngineFailed):
+        await control.pause("keep")
+    assert control.state == "paused"
+    await control.resume()
+    assert control.state == "ready"
