@@ -41,7 +41,7 @@ async def run_frontend(settings: Settings) -> None:
     policy = make_policy(about.router)
     key = worker_key(about)
     record = None if about.control_record is None else RecordFile(Path(about.control_record))
-    fleet = Fleet(settings=FleetSettings(initial=initial_of(about)), record=record)
+    fleet = Fleet(settings=FleetSettings(initial=initial_of(about), stall_s=server.stall_s), record=record)
     session = worker_session()
     router = Router(
         fleet,

@@ -22,6 +22,8 @@ def record_of(member: Member, found: list[WorkerRecord] | RollplaneError) -> Wor
         record.error = f"{member.state}: {member.reason or 'cannot be reached'}"
     elif isinstance(found, RollplaneError):
         record.error = f"{member.state}: {found.message}"
+    elif member.stall is not None:
+        record.error = f"{member.state}: {member.stall}"
     return record
 
 

@@ -126,10 +126,15 @@ class FleetWorker(Protocol):
 
 
 class Member:
-    """One worker's place in the fleet. `reason`: why it takes no requests; `instance`: the process this speaks of."""
+    """One worker's place in the fleet. `reason`: why it takes no requests; `instance`: the process this speaks of.
 
-    def __init__(self, worker: FleetWorker) -> None:
+    Args:
+        stall_s: an engine with work that has not moved for longer takes no further request; None: no such limit.
+    """
+
+    def __init__(self, worker: FleetWorker, *, stall_s: float | None = None) -> None:
         self.worker = worker
+        self.stall_s = stall_s
         self.state: MemberState = "joining"
         self.reason: str | None = "not reached yet"
         self.instance: str | None = None
@@ -167,7 +172,19 @@ class Member:
             and heard.instance == self.instance
             and heard.health.alive
             and heard.health.state == "ready"
+            and self.stall is None
         )
+
+    @property
+    def stall(self) -> str | None:
+        """Why its engine counts as stuck, by what it last told: its process answers and its work does not move."""
+        heard = self.worker.state
+        if heard is None or self.stall_s is None or heard.health.state != "ready":
+            return None
+        health = heard.health
+        if health.running + health.waiting == 0 or health.last_progress_s <= self.stall_s:
+            return None
+        return f"no progress for {health.last_progress_s:.1f} s; the limit is {self.stall_s:g} s"
 
     def enter(self, state: MemberState, reason: str | None = None) -> None:
         """Follow an arrow of the table.

@@ -28,12 +28,13 @@ class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     `initial`: the checkpoint that workers start with, so that the first update can be rolled back and a restarted
     worker brought up to date. `catch_up_s`: limit of bringing one worker to the fleet's version. `retry_s`: pause
-    before that is tried again.
+    before that is tried again. `stall_s`: a worker whose engine has work and has not moved for longer takes no request.
     """
 
     initial: Checkpoint | None = None
     catch_up_s: float = 600.0
     retry_s: float = 5.0
+    stall_s: float | None = 120.0
 
 
 class Roster:
@@ -137,7 +138,7 @@ class Roster:
         """
         if worker.url in self._members:
             raise Conflict(f"worker {worker.url} is a member already")
-        member = Member(worker)
+        member = Member(worker, stall_s=self.settings.stall_s)
         member.paused_here = worker.url in self.left_paused
         self._members[worker.url] = member
         worker.follow(lambda: self._review(member))

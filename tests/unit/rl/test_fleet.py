@@ -4,7 +4,9 @@ import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
+import msgspec
 import pytest
 from tests.unit.rl.local_workers import LocalWorker
 from tests.waiting import until
@@ -236,6 +238,26 @@ async def test_records_show_why_a_worker_takes_no_requests() -> None:
         assert records[1].error is not None
         assert (records[1].model, records[1].world_size, records[1].state) == ("mock", 1, "failed")
         assert Member(LocalWorker("http://new")).reason == "not reached yet"
+
+
+async def test_a_worker_whose_engine_is_stuck_takes_no_request_until_it_moves() -> None:
+    """Its process answers every probe: what it tells of its progress is what counts."""
+    async with fleet_of(MockSettings(), MockSettings()) as (fleet, workers):
+        member = fleet.members[1]
+        tell = workers[1].state
+        assert tell is not None
+
+        def says(**health: Any) -> None:
+            workers[1].state = msgspec.structs.replace(tell, health=msgspec.structs.replace(tell.health, **health))
+
+        says(running=1, last_progress_s=121.0)
+        assert not member.routable
+        error = (await fleet.workers())[1].error
+        assert error is not None
+        assert "no progress for 121.0 s; the limit is 120 s" in error
+        for fine in ({"running": 1, "last_progress_s": 119.0}, {"running": 0, "last_progress_s": 999.0}):
+            says(**fine)
+            assert member.routable
 
 
 async def test_a_fenced_worker_that_cannot_stage_does_not_keep_the_others_from_an_update(tmp_path: Path) -> None:
