@@ -127,7 +127,7 @@ class Worker:
     @property
     def says_kv_events(self) -> bool:
         """Whether `kv_feed` works here."""
-        return isinstance(self.engine, KvEventSource) and self.engine.info.block_tokens is not None
+        return isinstance(self.engine, KvEventSource) and self.engine.info.capabilities.kv_events
 
     @property
     def live_requests(self) -> int:
@@ -287,7 +287,6 @@ class Worker:
             routes=self.routes(),
             cache_generation=self.cache_generation,
             salts_by_version=self.salts_by_version,
-            kv_events=self.says_kv_events,
         )
 
     async def kv_feed(self) -> AsyncGenerator[KvBatch, None]:

@@ -28,7 +28,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     """What works here; a thing is listed only when it works.
 
     `sampling_fields`: the sampling parameters this engine honours. `extra_fields`: unknown top-level fields it takes.
-    `features`: modalities of preprocessed features. `raw_media`: modalities of content parts.
+    `features`: modalities of preprocessed features. `raw_media`: modalities of content parts. `kv_events`: it says which
+    KV blocks it caches.
     """
 
     native_generate: bool = True
@@ -42,6 +43,7 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     stop_strings: bool = False
     priority: bool = False
     transfer_params: bool = False
+    kv_events: bool = False
     data_parallel_size: int = 1
     weight_transfer: list[str] = msgspec.field(default_factory=list)
     lora: LoraCapability | None = None

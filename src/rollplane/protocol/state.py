@@ -28,7 +28,7 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
     `instance`: new with every start of the process. `epoch`: the newest control epoch it obeyed, None before the first.
     `paused`: stopped by a caller, not by an update of its own. `routes`: names of the admin routes that work here.
     `cache_generation`: grows whenever cached KV may be gone (reset, sleep, update). `salts_by_version`: the engine's salt
-    is scoped by the policy version. `kv_events`: the worker says which blocks it caches.
+    is scoped by the policy version.
     """
 
     wire: int = WIRE_VERSION
@@ -44,7 +44,6 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
     routes: list[str] = msgspec.field(default_factory=list)
     cache_generation: int = 0
     salts_by_version: bool = False
-    kv_events: bool = False
 
 
 _encoder = msgspec.msgpack.Encoder()

@@ -27,6 +27,7 @@ _ALL: Final = (
     "stop_strings",
     "priority",
     "transfer_params",
+    "kv_events",
 )
 _COMMON: Final = ("weight_transfer", "features", "raw_media", "sampling_fields", "extra_fields")
 

@@ -64,7 +64,7 @@ class _Seen:
             return
         self.version = state.policy_version if state.salts_by_version else None
         self.adapters = {record.name: record.engine_name for record in state.adapters if record.state == "ready"}
-        self.says_events = state.kv_events
+        self.says_events = state.info.capabilities.kv_events
         self.slots = state.info.max_num_seqs
         self.told = state.health.running + state.health.waiting
 

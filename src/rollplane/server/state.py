@@ -35,7 +35,6 @@ async def worker_state(worker: Worker, service: Service) -> WorkerState:
         routes=record.routes,
         cache_generation=worker.cache_generation,
         salts_by_version=worker.salts_by_version,
-        kv_events=worker.says_kv_events,
     )
 
 

@@ -88,7 +88,6 @@ class LocalWorker:
             routes=record.routes,
             cache_generation=self.worker.cache_generation,
             salts_by_version=self.worker.salts_by_version,
-            kv_events=self.worker.says_kv_events,
         )
         self._tell()
         return self.state

@@ -375,6 +375,7 @@ def _describe(settings: MockSettings) -> EngineInfo:
             logprobs_mode="sampling",
             prompt_logprobs=True,
             priority=True,
+            kv_events=settings.cache_blocks > 0,
             weight_transfer=["disk"],
             lora=LoraCapability(max=settings.max_adapters, rank=settings.max_adapter_rank)
             if settings.max_adapters
