@@ -69,6 +69,7 @@ class PolicyControl:
         self._pauses_over.set()
         self._callers_pausing = 0
         self._resuming = 0
+        self._pauses = 0
         self._stays_paused = False
         self._staged: dict[str, StagedWeights] = {}
 
@@ -123,6 +124,7 @@ class PolicyControl:
             raise Conflict(f"cannot pause while the worker is {self._state}")
         was_paused = self._state == "paused" and not self._resuming
         self._pausing += 1
+        self._pauses += 1
         self._pauses_over.clear()
         self._enter("pausing")
         try:
@@ -154,13 +156,14 @@ class PolicyControl:
                 self._pauses_over.set()
 
     async def _run_again(self) -> None:
-        """Resume the engine and say ready, unless a pause began meanwhile, which then ends by itself."""
+        """Resume the engine and say ready, unless a pause began meanwhile: it came to the engine later, so it holds."""
         self._resuming += 1
+        pauses = self._pauses
         try:
             await self.receiver.resume()
         finally:
             self._resuming -= 1
-        if self._pausing == 0:
+        if self._pauses == pauses:
             self._enter("ready")
 
     async def resume(self) -> ResumeReport:
