@@ -113,11 +113,11 @@ async def test_a_sample_keeps_its_adapter_until_it_ends_while_the_name_is_unload
     model = tiny.shared_model("qwen3", layers=2)
     adapter = str(tiny.make_lora(tmp_path / "a", base=model, seed=1))
     engine = EmbeddedEngine(EmbeddedSettings(model=str(model), threads=1, max_model_len=1024))
-    body = ask(prompt=[5, 6, 7], max_tokens=400, model="a")
+    body = ask(prompt=[5, 6, 7], max_tokens=250, model="a")
     async with chain(FRONTEND, engine) as made:
         await post(made.edge, "/load_lora_adapter", {"lora_name": "a", "lora_path": adapter})
         alone = await made.edge.generate(body)
-        base = await made.edge.generate(ask(prompt=[5, 6, 7], max_tokens=400))
+        base = await made.edge.generate(ask(prompt=[5, 6, 7], max_tokens=250))
         running = asyncio.create_task(made.edge.generate(body))
 
         async def runs() -> bool:

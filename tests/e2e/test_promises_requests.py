@@ -120,7 +120,7 @@ async def test_stop_strings_with_a_tokenizer_end_the_output(hops: str) -> None:
 async def test_stop_ids_outside_the_vocabulary_change_nothing_for_their_neighbours(hops: str) -> None:
     """Sixteen bad requests while a seeded one runs on a real model: each is refused, the seeded one is as ever."""
     async with chain(hops, embedded(tiny.shared_model("qwen3", layers=2))) as made:
-        control = ask(seed=5, max_tokens=200, ignore_eos=True, logprobs=0)
+        control = ask(seed=5, max_tokens=120, ignore_eos=True, logprobs=0)
         before = only(await made.edge.generate(control))
         running = asyncio.create_task(made.edge.generate(control))
         await eventually(lambda: _runs(made, 1))
