@@ -17,6 +17,7 @@ from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
+import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from safetensors.numpy import save_file
@@ -382,17 +383,19 @@ def run_machine(machine: type[PolicyMachine], kind: Kind, *, examples: int, step
     test("runTest").runTest()
 
 
+@pytest.mark.timeout(240)
 def test_a_worker_over_the_mock_engine() -> None:
     root = Path(tempfile.mkdtemp())
     try:
         checkpoints = [write_checkpoint(root / f"w{i}", i) for i in range(CONTENTS)]
         kind = MockKind(checkpoints, [write_adapter(root / f"l{i}", i) for i in range(ADAPTERS)])
-        run_machine(OverMock, kind, examples=60, steps=30)
+        run_machine(OverMock, kind, examples=20, steps=25)
     finally:
         shutil.rmtree(root)
 
 
+@pytest.mark.timeout(240)
 def test_a_worker_over_a_real_model(tmp_path: Path) -> None:
     checkpoints = [str(tiny.shared_model("qwen3", layers=2, seed=i)) for i in range(CONTENTS)]
     adapters = [str(tiny.make_lora(tmp_path / f"l{i}", base=checkpoints[0], seed=i)) for i in range(ADAPTERS)]
-    run_machine(OverEmbedded, EmbeddedKind(checkpoints, adapters), examples=8, steps=25)
+    run_machine(OverEmbedded, EmbeddedKind(checkpoints, adapters), examples=5, steps=20)
