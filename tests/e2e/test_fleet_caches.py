@@ -96,7 +96,7 @@ async def test_a_frontend_places_by_what_workers_cached_before_it_was_there() ->
 
 
 async def test_a_worker_whose_cache_is_reset_behind_the_frontend_is_not_taken_for_warm() -> None:
-    """A42: over the worker's own admin route; the frontend hears of it by the worker's state."""
+    """Over the worker's own admin route; the frontend hears of it by the worker's state."""
     policy = PrefixAware()
     async with fleet_of([MockSettings(), MockSettings()], policy=policy) as under_test:
         first = await answer(under_test.router, make_request(prompt(0), max_tokens=2))
@@ -117,7 +117,6 @@ async def test_a_worker_whose_cache_is_reset_behind_the_frontend_is_not_taken_fo
 
 
 async def test_a_restarted_worker_begins_cold_and_is_followed_again() -> None:
-    """A42."""
     policy = PrefixAware()
     async with fleet_of([MockSettings()], policy=policy) as under_test:
         (worker,) = under_test.workers
