@@ -1,4 +1,6 @@
 import os
+import select
+import subprocess
 import sys
 from pathlib import Path
 
@@ -34,6 +36,41 @@ def test_ending_a_server_ends_its_descendants_too(tmp_path: Path) -> None:
         assert os.getpgid(child) != os.getpgid(process.pid)
     assert process.returncode is not None
     assert not is_running(child)
+
+
+HOLDER = """
+import sys
+from pathlib import Path
+from tests.real import processes
+with processes.running([sys.executable, "-c", sys.argv[1], sys.argv[2]], Path(sys.argv[3]), environment={}) as process:
+    processes.wait_for_http(f"http://127.0.0.1:{sys.argv[2]}/none", process, Path(sys.argv[3]), timeout_s=20)
+    print(process.pid, flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_killed_test_run_leaves_no_process(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    (port,) = processes.free_ports(1)
+    command = [sys.executable, "-c", HOLDER, STUBBORN, str(port), str(log)]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, cwd=processes.ROOT) as holder:
+        assert holder.stdout is not None
+        server = int(holder.stdout.readline())
+        found = [server, int(log.read_text().split()[0])]
+        handles = [os.pidfd_open(pid) for pid in found]
+        holder.kill()
+        ended = [bool(select.select([handle], [], [], 20)[0]) for handle in handles]
+    for handle in handles:
+        os.close(handle)
+    assert ended == [True, True]
+
+
+def test_a_command_that_is_none_says_so(tmp_path: Path) -> None:
+    with (
+        pytest.raises(RuntimeError, match="could not be run"),
+        processes.running([str(tmp_path / "none")], tmp_path / "log", environment={}),
+    ):
+        pass
 
 
 def test_a_server_that_ends_early_fails_with_its_log(tmp_path: Path) -> None:

@@ -7,10 +7,10 @@ is missing is a failure that names its script: a test of a real part that did no
 import contextlib
 import os
 import random
-import select
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
+SUPERVISE = Path(__file__).with_name("supervise.py")
 VLLM_ENV = ROOT / ".venv-vllm"
 DYNAMO_ENV = ROOT / ".venv-dynamo"
 VLLM_RS = ROOT / ".cache" / "vllm-rs" / "vllm-rs-0.31.0"
@@ -114,44 +115,62 @@ def dynamo_settings(store: Path) -> dict[str, str]:
     }
 
 
+class Supervised:
+    """A command under `supervise.py`, its output in `log`: it and all its descendants end with this process, however.
+
+    `pid` is the command's own. `returncode` is as a shell says it: 128 and the signal's number where it was killed.
+    """
+
+    def __init__(self, command: Sequence[str], log: Path, *, environment: Mapping[str, str], stop_s: float) -> None:
+        self.args = list(command)
+        pid_read, pid_write = os.pipe()
+        with log.open("wb") as output:
+            self._supervisor = subprocess.Popen(
+                [sys.executable, str(SUPERVISE), str(pid_write), str(stop_s), *command],
+                stdin=subprocess.PIPE,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=os.environ | dict(environment),
+                start_new_session=True,
+                pass_fds=(pid_write,),
+            )
+        os.close(pid_write)
+        with os.fdopen(pid_read, encoding="ascii") as said:
+            text = said.read()
+        if not text:
+            self._supervisor.communicate()
+            raise RuntimeError(f"{self.args!r} could not be run:\n{_tail(log)}")
+        self.pid = int(text)
+
+    @property
+    def returncode(self) -> int | None:
+        return self._supervisor.returncode
+
+    def wait(self, timeout_s: float) -> int:
+        """Raises `subprocess.TimeoutExpired` where it has not ended, with its descendants, after `timeout_s`."""
+        return self._supervisor.wait(timeout_s)
+
+    def stop(self, *, stop_s: float) -> None:
+        """Ask the command to end; what is left of it and its descendants after `stop_s` is killed."""
+        self._supervisor.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            self._supervisor.wait(stop_s)
+        self._supervisor.communicate(timeout=STOP_S)  # closes its standard input
+
+
 @contextlib.contextmanager
 def running(
     command: Sequence[str], log: Path, *, environment: Mapping[str, str], stop_s: float = STOP_S
-) -> Iterator[subprocess.Popen[bytes]]:
-    """The process, its output in `log`. At the end it and all its descendants are gone, whatever the test did.
-
-    It is asked to end, and what is left of it and its descendants after `stop_s` is killed.
-    """
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env=os.environ | dict(environment),
-            start_new_session=True,
-        )
+) -> Iterator[Supervised]:
+    """The command. At the end it and all its descendants are gone, whatever the test did: see `Supervised.stop`."""
+    process = Supervised(command, log, environment=environment, stop_s=stop_s)
     try:
         yield process
     finally:
-        # Listed before the end, for an orphan has lost its parent's id. vLLM's Rust server moves its engine to a process
-        # group of its own, so that ending one group would leave the engine behind.
-        with contextlib.ExitStack() as stack:
-            handles = []
-            for pid in [process.pid, *_descendants(process.pid)]:
-                with contextlib.suppress(ProcessLookupError):
-                    handles.append(os.pidfd_open(pid))  # names this process for good: ids are used again
-                    stack.callback(os.close, handles[-1])
-            process.send_signal(signal.SIGTERM)
-            left = _wait_for_end(handles, timeout_s=stop_s)
-            for handle in left:
-                with contextlib.suppress(ProcessLookupError):
-                    signal.pidfd_send_signal(handle, signal.SIGKILL)
-            _wait_for_end(left, timeout_s=STOP_S)
-            process.wait(STOP_S)
+        process.stop(stop_s=stop_s)
 
 
-def wait_for_http(url: str, process: subprocess.Popen[bytes], log: Path, *, timeout_s: float) -> None:
+def wait_for_http(url: str, process: Supervised, log: Path, *, timeout_s: float) -> None:
     """Returns at the first answer with a status below 500.
 
     Raises:
@@ -200,29 +219,3 @@ def _require(path: Path, script: str) -> Path:
 
 def _tail(log: Path, *, lines: int = 30) -> str:
     return "\n".join(log.read_text(encoding="utf-8", errors="replace").splitlines()[-lines:])
-
-
-def _wait_for_end(handles: Sequence[int], *, timeout_s: float) -> list[int]:
-    """Those of the processes' handles that have not ended after `timeout_s`."""
-    left, deadline = set(handles), time.monotonic() + timeout_s
-    while left and (remaining_s := deadline - time.monotonic()) > 0:
-        left -= set(select.select(left, [], [], remaining_s)[0])  # a handle reads as ready once its process has ended
-    return sorted(left)
-
-
-def _descendants(pid: int) -> list[int]:
-    children: dict[int, list[int]] = {}
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        with contextlib.suppress(FileNotFoundError, ProcessLookupError):
-            # After the command's name, which may itself hold spaces and brackets: state, parent, ...
-            fields = (entry / "stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
-            children.setdefault(int(fields[1]), []).append(int(entry.name))
-    found: list[int] = []
-    pending = [pid]
-    while pending:
-        below = children.get(pending.pop(), [])
-        found += below
-        pending += below
-    return found
