@@ -153,3 +153,25 @@ async def test_kv_events_that_lie_never_fail_a_request() -> None:
                 raise AssertionError("a wrong event reached a request") from error
         assert policy.index is not None
         assert policy.index.match([1]) == {}
+
+
+async def test_metrics_show_predicted_beside_actual_cached_tokens_the_index_and_each_workers_load() -> None:
+    """A75: a hash that differs would show as `over` or `under`."""
+    policy = PrefixAware()
+    async with fleet_of([MockSettings(), MockSettings()], policy=policy) as under_test:
+        for _ in range(3):
+            await answer(under_test.router, make_request(prompt(0), max_tokens=2))
+            await told(under_test, policy)
+        async with aiohttp.ClientSession() as session, session.get(f"{under_test.frontend.url}/metrics") as response:
+            text = await response.text()
+        lines = dict(line.rsplit(" ", 1) for line in text.splitlines() if not line.startswith("#"))
+        assert float(lines["rollplane_predicted_cached_prompt_tokens_total"]) == 2 * 496
+        assert float(lines["rollplane_actual_cached_prompt_tokens_total"]) == 2 * 496
+        assert float(lines['rollplane_mispredicted_cached_prompt_tokens_total{direction="over"}']) == 0
+        assert float(lines['rollplane_mispredicted_cached_prompt_tokens_total{direction="under"}']) == 0
+        assert float(lines['rollplane_prefix_index_blocks{kind="reported"}']) == 32
+        for worker in under_test.workers:
+            labels = f'{{policy_version="initial",worker="{worker.url}"}}'
+            assert float(lines[f"rollplane_worker_load{labels}"]) == 0
+            assert float(lines[f"rollplane_worker_routable{labels}"]) == 1
+            assert float(lines[f"rollplane_worker_cached_blocks{labels}"]) == len(worker.engine._core.cache)

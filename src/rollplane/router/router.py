@@ -34,6 +34,7 @@ from rollplane.router.health import Circuit, CircuitSettings, is_fault, may_move
 from rollplane.router.held import abort_events
 from rollplane.router.observed import Observed
 from rollplane.router.policies import Policy, keeper, make_policy
+from rollplane.router.report import PlacementReport, placement_report
 from rollplane.router.worker import RoutedWorker
 
 HASHED_IN_PLACE_BYTES: Final = 256 * 1024
@@ -160,6 +161,10 @@ class Router:
         async for urls in discovery.watch():
             self.fleet.set_workers(urls, self._make_worker)
             self.workers  # noqa: B018 - their caches are followed from now on
+
+    def placement(self) -> PlacementReport:
+        """Each worker's load and cache as placement sees them now."""
+        return placement_report(self.policy, self.workers, self.observed)
 
     async def health(self) -> EngineHealth:
         """The fleet's health: ready as soon as one worker can take requests."""

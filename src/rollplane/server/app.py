@@ -25,6 +25,7 @@ from rollplane.server.hop import hop_generate
 from rollplane.server.kv_events import kv_events
 from rollplane.server.observe import ObserveMiddleware
 from rollplane.server.openapi import describe, docs, openapi
+from rollplane.server.placement_metrics import PlacementCollector, Placing
 from rollplane.server.routes import ApiRoute, Doc
 from rollplane.server.service import Service
 from rollplane.server.state import state
@@ -36,6 +37,8 @@ GENERATE_ERRORS = (400, 404, 409, 413, 415, 422, 429, 502, 503, 504)
 def create_app(service: Service) -> Starlette:
     """The app that serves a worker or a frontend."""
     routes = route_table(service.role)
+    if isinstance(service.engine, Placing):
+        service.metrics.registry.register(PlacementCollector(service.engine))
     app = Starlette(
         routes=list(routes),
         middleware=[

@@ -1,0 +1,60 @@
+"""What placement knows at a moment: each worker's load and cache, and how well the caches were foreseen."""
+
+import msgspec
+
+from rollplane.router.health import CircuitState
+from rollplane.router.observed import Observed
+from rollplane.router.policies import Policy
+from rollplane.router.prefix_aware import PrefixAware
+from rollplane.router.prefix_index import IndexSizes
+from rollplane.router.worker import RoutedWorker
+
+
+class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
+    """One worker. `sequences`, `prompt_tokens`: placed from here and not ended. `load`: sequences it works on, also of other
+    frontends. `cached_blocks`, `pending_tokens`: None where the policy follows no caches.
+    """
+
+    url: str
+    policy_version: str | None
+    routable: bool
+    circuit: CircuitState
+    sequences: int
+    prompt_tokens: int
+    load: int
+    cached_blocks: int | None = None
+    pending_tokens: int | None = None
+
+
+class PlacementReport(msgspec.Struct, frozen=True, kw_only=True):
+    """A router's placement. `index`: None where the policy has none."""
+
+    policy: str
+    workers: list[WorkerLoad]
+    observed: Observed
+    index: IndexSizes | None = None
+
+
+def placement_report(policy: Policy, workers: list[RoutedWorker], observed: Observed) -> PlacementReport:
+    """The report of now."""
+    index = policy.index if isinstance(policy, PrefixAware) else None
+    pending = {} if index is None else index.pending_tokens()
+    return PlacementReport(
+        policy=type(policy).__name__,
+        observed=observed,
+        index=None if index is None else index.sizes,
+        workers=[
+            WorkerLoad(
+                url=worker.url,
+                policy_version=worker.version,
+                routable=worker.member.routable,
+                circuit=worker.circuit.state,
+                sequences=worker.sequences,
+                prompt_tokens=worker.tokens,
+                load=worker.load,
+                cached_blocks=None if index is None else index.blocks_of(worker.url),
+                pending_tokens=None if index is None else pending.get(worker.url, 0),
+            )
+            for worker in workers
+        ],
+    )

@@ -1,0 +1,89 @@
+"""Placement in Prometheus' form, read from the router when scraped."""
+
+from collections.abc import Iterator
+from typing import Protocol, runtime_checkable
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.registry import Collector
+
+from rollplane.router.report import PlacementReport
+
+
+@runtime_checkable
+class Placing(Protocol):
+    """An engine that places requests on workers; `router.router.Router` is one."""
+
+    def placement(self) -> PlacementReport:
+        """What it knows now."""
+        ...
+
+
+class PlacementCollector(Collector):
+    """Metric families of one router."""
+
+    def __init__(self, router: Placing) -> None:
+        self._router = router
+
+    def __repr__(self) -> str:
+        return f"<PlacementCollector of {self._router!r}>"
+
+    def describe(self) -> list[Metric]:
+        """Nothing: names are not asked for before there is a worker."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """All families, now."""
+        report = self._router.placement()
+        labels = ["worker", "policy_version"]
+        gauges = {
+            "sequences": ("sequences", "Choices placed from here and not ended"),
+            "load": ("load", "Sequences a worker works on, also of other frontends"),
+            "prompt_tokens": ("prompt_tokens_in_flight", "Prompt tokens placed from here and not ended"),
+            "cached_blocks": ("cached_blocks", "Blocks a worker said it caches"),
+            "pending_tokens": ("pending_prompt_tokens", "Prompt tokens placed whose blocks are not reported yet"),
+            "routable": ("routable", "1 while a worker may get requests"),
+        }
+        for field, (name, text) in gauges.items():
+            family = GaugeMetricFamily(f"rollplane_worker_{name}", text, labels=labels)
+            for worker in report.workers:
+                value = getattr(worker, field)
+                if value is not None:
+                    family.add_metric([worker.url, worker.policy_version or ""], float(value))
+            yield family
+        circuits = GaugeMetricFamily("rollplane_worker_circuit", "1 for a circuit's state", labels=["worker", "state"])
+        for worker in report.workers:
+            circuits.add_metric([worker.url, worker.circuit], 1.0)
+        yield circuits
+        observed = report.observed
+        yield CounterMetricFamily(
+            "rollplane_predicted_cached_prompt_tokens",
+            "Prompt tokens that placement expected to be cached, of answers that say what was",
+            value=observed.predicted_tokens,
+        )
+        yield CounterMetricFamily(
+            "rollplane_actual_cached_prompt_tokens",
+            "Prompt tokens that were cached, of answers that placement had an expectation of",
+            value=observed.cached_tokens,
+        )
+        wrong = CounterMetricFamily(
+            "rollplane_mispredicted_cached_prompt_tokens",
+            "Prompt tokens expected and not cached (over), or cached and not expected (under)",
+            labels=["direction"],
+        )
+        wrong.add_metric(["over"], observed.over_tokens)
+        wrong.add_metric(["under"], observed.under_tokens)
+        yield wrong
+        if report.index is None:
+            return
+        blocks = GaugeMetricFamily("rollplane_prefix_index_blocks", "Blocks in the prefix index", labels=["kind"])
+        for kind in ("blocks", "forgotten", "predicted"):
+            blocks.add_metric(["reported" if kind == "blocks" else kind], getattr(report.index, kind))
+        yield blocks
+        left_out = CounterMetricFamily(
+            "rollplane_prefix_index_left_out",
+            "What did not get in or had to go: blocks of an unknown parent, evicted ones; batches of an older generation",
+            labels=["why"],
+        )
+        for why, field in (("orphan", "orphans"), ("evicted", "evicted"), ("stale", "stale")):
+            left_out.add_metric([why], getattr(report.index, field))
+        yield left_out
