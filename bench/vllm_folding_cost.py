@@ -5,7 +5,7 @@ once; the engine core computes in a process of its own and is not counted. CPU s
 over rounds in which the two take turns. `AsyncLLM alone` is what neither can save: the same requests asked of vLLM as we
 ask them, their outputs thrown away.
 
-    .venv-vllm/bin/python bench/vllm_folding_cost.py [--prompt 2048] [--output 1024] [--at-once 16] [--rounds 5]
+    .venv-vllm/bin/python bench/vllm_folding_cost.py [--prompt 2048] [--output 1024] [--at-once 8] [--rounds 5]
 """
 
 import argparse
@@ -129,7 +129,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompt", type=int, default=2048)
     parser.add_argument("--output", type=int, default=1024)
-    parser.add_argument("--at-once", type=int, default=16)
+    parser.add_argument("--at-once", type=int, default=8)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     uvloop.run(run(args.prompt, args.output, args.at_once, args.rounds))
