@@ -264,7 +264,10 @@ class Worker:
         names = ["abort_request", "get_weight_version", "get_world_size", "liveness_probe"]
         if self.policy is not None:
             names += ["flush_cache", "pause_generation", "resume_generation", "set_weight_version"]
-            names += ["apply_staged_weights", "stage_weights", "update_weights_from_disk"]
+            if "disk" in self.info.capabilities.weight_transfer:
+                names += ["stage_weights", "update_weights_from_disk"]
+            if "disk" in self.info.capabilities.weight_transfer or self.broadcast is not None:
+                names += ["apply_staged_weights"]
         if self.broadcast is not None:
             names += ["init_weights_update_group", "update_weights_from_distributed", "destroy_weights_update_group"]
             names += ["stage_weights_from_distributed"]

@@ -244,6 +244,16 @@ async def test_an_engine_without_a_policy_lists_no_policy_routes_and_refuses_the
         await worker.load_adapter("a", "/a")
 
 
+async def test_updates_from_disk_are_listed_only_where_the_engine_takes_them() -> None:
+    from_disk = {"stage_weights", "update_weights_from_disk", "apply_staged_weights"}
+    worker, _ = await started()
+    assert from_disk.isdisjoint(worker.routes())
+    capable = msgspec.structs.replace(CAPABLE, weight_transfer=["disk"])
+    worker = Worker(PolicyEngine(info=scripted_info(capabilities=capable)))
+    await worker.start()
+    assert from_disk <= set(worker.routes())
+
+
 async def test_the_repr_is_a_status_line() -> None:
     worker, _ = await started()
     assert repr(worker) == "<Worker w0 ready at 'v0', 0 live, 0 held>"
