@@ -31,20 +31,26 @@ class FastFamily:
     """Class names of the modules that have a stand-in.
 
     Args:
+        model: the causal language model over a stack of pre-norm layers, each `self_attn` and `mlp`.
         norm: the RMS normalisation, with `weight` and `variance_epsilon`.
         attention: grouped-query attention with rotary positions over the whole head.
         experts: the model has fused, gated experts without biases.
     """
 
+    model: str
     norm: str
     attention: str
     experts: bool
 
 
 FAST_FAMILIES: Final = {
-    "qwen3": FastFamily(norm="Qwen3RMSNorm", attention="Qwen3Attention", experts=False),
-    "qwen3_moe": FastFamily(norm="Qwen3MoeRMSNorm", attention="Qwen3MoeAttention", experts=True),
-    "mixtral": FastFamily(norm="MixtralRMSNorm", attention="MixtralAttention", experts=True),
+    "qwen3": FastFamily(model="Qwen3ForCausalLM", norm="Qwen3RMSNorm", attention="Qwen3Attention", experts=False),
+    "qwen3_moe": FastFamily(
+        model="Qwen3MoeForCausalLM", norm="Qwen3MoeRMSNorm", attention="Qwen3MoeAttention", experts=True
+    ),
+    "mixtral": FastFamily(
+        model="MixtralForCausalLM", norm="MixtralRMSNorm", attention="MixtralAttention", experts=True
+    ),
 }
 """By the config's model type."""
 
@@ -61,7 +67,11 @@ def install(module: Any, logits: Callable[[], Tensor]) -> bool:
         return False
     wanted = logits()
     before = module.config._experts_implementation
-    stand_ins: dict[str, Callable[..., Any]] = {family.norm: norm_forward, family.attention: attention_forward}
+    stand_ins: dict[str, Callable[..., Any]] = {
+        family.model: model_forward,
+        family.norm: norm_forward,
+        family.attention: attention_forward,
+    }
     changed: list[nn.Module] = [m for m in module.modules() if type(m).__name__ in stand_ins]
     for m in changed:
         m.forward = MethodType(stand_ins[type(m).__name__], m)
@@ -90,6 +100,45 @@ def register_experts() -> None:
     from transformers.integrations.moe import ExpertsInterface
 
     ExpertsInterface.register(EXPERTS, experts_forward)
+
+
+def model_forward(
+    self: Any,
+    *,
+    input_ids: Tensor,
+    position_ids: Tensor,
+    attention_mask: Tensor,
+    logits_to_keep: int,
+    cache: Any = None,
+    **kwargs: Any,
+) -> Any:
+    """The stack of layers without the outputs that nobody asked for; without a cache, the class's own forward.
+
+    Args:
+        input_ids, position_ids: int64 [rows, tokens].
+        attention_mask: added to the scores, [rows, 1, tokens, keys].
+        logits_to_keep: logits of so many last positions; 0 for all.
+        cache: gets the new keys and values of each layer.
+    """
+    from transformers.modeling_outputs import CausalLMOutput
+
+    if cache is None:
+        return type(self).forward(
+            self,
+            input_ids=input_ids,
+            position_ids=position_ids,
+            attention_mask=attention_mask,
+            logits_to_keep=logits_to_keep,
+            **kwargs,
+        )
+    hidden_states = self.model.embed_tokens(input_ids)
+    angles = self.model.rotary_emb(hidden_states, position_ids)
+    for layer in self.model.layers:
+        mixed, _ = layer.self_attn(layer.input_layernorm(hidden_states), angles, attention_mask, cache=cache)
+        hidden_states = hidden_states + mixed
+        hidden_states = hidden_states + layer.mlp(layer.post_attention_layernorm(hidden_states))
+    hidden_states = self.model.norm(hidden_states[:, -logits_to_keep:])
+    return CausalLMOutput(logits=self.lm_head(hidden_states))
 
 
 def norm_forward(self: Any, hidden_states: Tensor) -> Tensor:

@@ -11,7 +11,7 @@ from transformers.models.qwen3_moe.modeling_qwen3_moe import apply_rotary_pos_em
 from rollplane.engines.embedded import fast_modules
 from rollplane.engines.embedded.fast_modules import EXPERTS, FAST_FAMILIES, experts_forward, norm_forward, rotate
 from rollplane.engines.embedded.model import CausalModel, load_model
-from rollplane.engines.embedded.slots import DecodeCache, SlotTable
+from rollplane.engines.embedded.slots import DecodeCache, PrefillCache, SlotTable
 
 MAKERS: dict[str, Callable[..., Path]] = {
     "qwen3": tiny.make_dense,
@@ -29,7 +29,8 @@ def test_decoding_gives_the_logits_of_transformers(kind: str, tmp_path: Path) ->
     path = MAKERS[kind](tmp_path / "m", layers=3)
     model, plain = load_model(path), AutoModelForCausalLM.from_pretrained(path)
     assert model.fast
-    assert replaced(model) == sorted({FAST_FAMILIES[kind].norm, FAST_FAMILIES[kind].attention})
+    family = FAST_FAMILIES[kind]
+    assert replaced(model) == sorted({family.model, family.norm, family.attention})
     table = SlotTable(model.shape, max_slots=4, dtype=torch.float32)
     ids = torch.randint(7, tiny.VOCABULARY, (3, 40), generator=torch.Generator().manual_seed(0))
     caches = [DynamicCache(config=plain.config) for _ in ids]
@@ -47,6 +48,24 @@ def test_decoding_gives_the_logits_of_transformers(kind: str, tmp_path: Path) ->
                     assert (got[row, -1] - wanted[0, -1]).abs().max() <= 1e-5
 
 
+@pytest.mark.parametrize("kind", sorted(FAST_FAMILIES))
+@pytest.mark.parametrize("every_position", [False, True])
+def test_a_prompt_gives_the_logits_of_transformers(kind: str, every_position: bool, tmp_path: Path) -> None:
+    path = MAKERS[kind](tmp_path / "m", layers=3)
+    model, plain = load_model(path), AutoModelForCausalLM.from_pretrained(path)
+    table = SlotTable(model.shape, max_slots=4, dtype=torch.float32)
+    ids = torch.randint(7, tiny.VOCABULARY, (2, 20), generator=torch.Generator().manual_seed(0))
+    positions = torch.arange(20).expand(2, -1)
+    valid = torch.ones(2, 20, dtype=torch.bool)
+    cache = PrefillCache(table, slots=torch.tensor([2, 0]), valid=valid, positions=positions, history=False)
+    visible = valid[:, None].expand(-1, 20, -1).tril()
+    with torch.inference_mode():
+        got = model.forward(ids, positions=positions, visible=visible, cache=cache, every_position=every_position)
+        wanted = plain(ids).logits if every_position else plain(ids).logits[:, -1:]
+    assert got.logits.shape == wanted.shape
+    assert (got.logits - wanted).abs().max() <= 1e-5
+
+
 @pytest.mark.parametrize("kind", ["qwen2_moe", "olmoe"])
 def test_other_families_keep_their_own_modules(kind: str, tmp_path: Path, make_other_moe: Callable[..., Path]) -> None:
     model = load_model(make_other_moe(kind, tmp_path / "m"))
@@ -61,7 +80,7 @@ def test_bfloat16_keeps_its_own_modules(moe_dir: Path) -> None:
     assert replaced(model) == []
 
 
-@pytest.mark.parametrize("broken", ["norm_forward", "attention_forward", "experts_forward"])
+@pytest.mark.parametrize("broken", ["model_forward", "norm_forward", "attention_forward", "experts_forward"])
 def test_a_stand_in_that_differs_is_taken_back(
     broken: str, moe_dir: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -69,6 +88,9 @@ def test_a_stand_in_that_differs_is_taken_back(
 
     def wrong(*args: Any, **kwargs: Any) -> Any:
         out = right(*args, **kwargs)
+        if broken == "model_forward":
+            out.logits = 1.01 * out.logits
+            return out
         return (1.01 * out[0], None) if isinstance(out, tuple) else 1.01 * out
 
     monkeypatch.setattr(fast_modules, broken, wrong)
