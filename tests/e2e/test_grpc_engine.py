@@ -12,6 +12,7 @@ import grpc
 import msgspec
 import pytest
 from aiohttp import web
+from tests.models.qwen_features import image_fields, payload
 
 from rollplane.engines.grpc.engine import GrpcEngine
 from rollplane.engines.grpc.mock_server import MockVllmServer
@@ -30,6 +31,7 @@ from rollplane.errors import (
 from rollplane.protocol.events import ChoiceEvent, PromptEvent
 from rollplane.protocol.features import MediaItem
 from rollplane.testing import answer, collect, make_request, watching
+from rollplane.worker import Worker
 
 PACED = MockSettings(vocab_tokens=1024, step_s=0.001)
 
@@ -112,16 +114,34 @@ async def test_tls_and_call_credentials(tmp_path: Path) -> None:
 
 
 async def test_features_arrive_and_are_checked() -> None:
-    item = MediaItem(modality="image", producer_hash="theirs", offset=1, length=2, kwargs=b"\x80")
-    async with running() as (engine, server):
+    item = MediaItem(modality="image", producer_hash="theirs", offset=1, length=2, kwargs=payload(**image_fields()))
+    async with running(settings={"mm_device_do_normalize": False}) as (engine, server):
         await answer(engine, make_request(max_tokens=1, fields={"features": [item]}))
 
         (media,) = server.calls[0].request.media
-        assert media.features.kwargs == b"\x80"
+        assert media.features.kwargs == item.kwargs
         media.features.length = 9
         call = engine._pool.lanes[0].inference.Generate(server.calls[0].request)  # type: ignore[union-attr]
         with pytest.raises(grpc.aio.AioRpcError, match=r"\[1, 10\) is no range"):
             await call
+
+
+async def test_a_payload_is_read_before_anything_is_sent() -> None:
+    item = MediaItem(modality="image", producer_hash="theirs", offset=1, length=2, kwargs=b"\x80")
+    async with running() as (engine, server):
+        with pytest.raises(InvalidRequest, match="holds no fields"):
+            await answer(engine, make_request(max_tokens=1, fields={"features": [item]}))
+
+        assert not server.calls
+
+
+async def test_a_worker_lists_no_update_from_disk_and_refuses_one_by_name(tmp_path: Path) -> None:
+    async with running() as (engine, _):
+        worker = Worker(engine)
+        await worker.start()
+        assert {"stage_weights", "update_weights_from_disk", "apply_staged_weights"}.isdisjoint(worker.routes())
+        with pytest.raises(InvalidRequest, match="update_weights_from_disk is not offered by a vLLM gRPC server"):
+            await worker.update_from_disk(str(tmp_path), version="v1")
 
 
 # -- start -----------------------------------------------------------------------------------------------------------

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import Any
 
 import aiohttp
-import msgspec
 import numpy as np
 import pytest
 import pytest_asyncio
 from google.protobuf.json_format import MessageToDict
+from tests.models.qwen_features import image_fields, payload
 from tests.models.tiny import shared_model
 from tests.real import processes
 
@@ -30,7 +30,7 @@ from rollplane.testing import answer
 pytestmark = [pytest.mark.timeout(150), pytest.mark.asyncio(loop_scope="module")]
 
 PROMPT = [300 + 7 * i for i in range(12)]
-PAYLOAD = msgspec.msgpack.encode({"pixel_values": "the mock does not look into it"})
+PAYLOAD = payload(**image_fields(grid=(1, 2, 2)))
 FEATURES = {
     "mm_hashes": {"image": ["theirs"]},
     "mm_placeholders": {"image": [{"offset": 2, "length": 4, "is_embed": [True, True, False, True]}]},

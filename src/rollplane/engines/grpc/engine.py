@@ -18,10 +18,11 @@ from rollplane.engines.grpc.calls import LiveCalls
 from rollplane.engines.grpc.channels import ChannelPool
 from rollplane.engines.grpc.control import ControlCalls
 from rollplane.engines.grpc.convert import ConvertSettings, to_wire
+from rollplane.engines.grpc.media import MediaModel, check_features
 from rollplane.engines.grpc.proto import control_pb2 as pb
 from rollplane.engines.grpc.services import CONTROL, DATA_PARALLEL_RANK, INFERENCE
 from rollplane.engines.grpc.settings import GrpcSettings
-from rollplane.engines.grpc.startup import probe, read_info, wait_until_healthy
+from rollplane.engines.grpc.startup import probe, read_facts, wait_until_healthy
 from rollplane.engines.grpc.status import error_from_rpc
 from rollplane.errors import (
     Conflict,
@@ -36,6 +37,7 @@ from rollplane.errors import (
 from rollplane.identity import identify
 from rollplane.protocol.admin import FlushReport, PauseMode, PauseReport, ResumeReport, StagedWeights
 from rollplane.protocol.events import Event
+from rollplane.protocol.features import MediaItem
 from rollplane.protocol.info import EngineHealth, EngineInfo, EngineState
 from rollplane.protocol.request import GenerateRequest
 from rollplane.protocol.versions import check_version_name
@@ -60,6 +62,7 @@ class GrpcEngine:
         self._pool: ChannelPool | None = None
         self._control: ControlCalls | None = None
         self._info: EngineInfo | None = None
+        self._media = MediaModel()
         self._live: dict[str, list[LiveCalls]] = {}
         self._aborts: set[asyncio.Task[None]] = set()
         self._version = "default"
@@ -111,7 +114,7 @@ class GrpcEngine:
         try:
             await wait_until_healthy(pool, timeout_s=self.settings.start_timeout_s)
             control = ControlCalls(pool, timeout_s=self.settings.control_timeout_s)
-            info = await read_info(control, self.settings)
+            info, self._media = await read_facts(control, self.settings)
             self._version = await control.weight_version()
             self._paused = await control.is_paused()
             with contextlib.suppress(RollplaneError):  # a server without sleep mode refuses to say
@@ -145,7 +148,8 @@ class GrpcEngine:
         """See `Engine.generate`."""
         pool = self._serving()
         check_request(request, self.info)
-        identify(request.features)
+        if request.features:
+            await asyncio.to_thread(self._check_features, request.features)
         wires = to_wire(
             request,
             self.info,
@@ -365,6 +369,11 @@ class GrpcEngine:
         if self._sleeping:
             raise Unavailable("the engine is asleep")
         return self._pool
+
+    def _check_features(self, items: list[MediaItem]) -> None:
+        """In a thread: it reads every byte."""
+        identify(items)
+        check_features(items, self._media)
 
     def _require_transfer(self) -> None:
         if not self.info.capabilities.weight_transfer:

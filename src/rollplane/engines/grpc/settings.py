@@ -29,7 +29,8 @@ class GrpcSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         aliases. `model_path`: the model's directory as this machine sees it, where the server's name for it is none.
         `logprobs_mode`: which logprobs it was started with. `vocab_size`: rows of the input embedding, where the model's
         directory is not readable here. `max_logprobs`, `max_lora_rank`: as it was started; vLLM's defaults.
-        `media_hosts`: hosts whose URLs it may fetch media from.
+        `media_hosts`: hosts whose URLs it may fetch media from. `mm_device_do_normalize`: whether it normalises pixels
+        itself; None: as vLLM 0.31 does for the model's architecture where it is not told otherwise.
         `allow_server_defaults`: serve although the model's generation config sets what the wire cannot override.
     """
 
@@ -55,6 +56,7 @@ class GrpcSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     max_logprobs: int = 20
     max_lora_rank: int = 16
     media_hosts: tuple[str, ...] = ()
+    mm_device_do_normalize: bool | None = None
     allow_server_defaults: bool = False
 
     def check(self) -> None:

@@ -13,6 +13,7 @@ from grpc_health.v1 import health_pb2
 from rollplane.engines.grpc.channels import ChannelPool
 from rollplane.engines.grpc.control import ControlCalls
 from rollplane.engines.grpc.convert import MODALITIES, SAMPLING_FIELDS
+from rollplane.engines.grpc.media import MediaModel, media_model
 from rollplane.engines.grpc.model_facts import ModelFacts, read_model_facts
 from rollplane.engines.grpc.proto import control_pb2 as pb
 from rollplane.engines.grpc.services import CONTROL, INFERENCE
@@ -69,7 +70,7 @@ async def probe(pool: ChannelPool, service: str, *, timeout_s: float) -> str | N
     return f"health {health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)}"
 
 
-async def read_info(control: ControlCalls, settings: GrpcSettings) -> EngineInfo:
+async def read_facts(control: ControlCalls, settings: GrpcSettings) -> tuple[EngineInfo, MediaModel]:
     """The engine's facts, from the server, its HTTP side, the model's directory and the settings, in this order.
 
     Raises:
@@ -83,7 +84,9 @@ async def read_info(control: ControlCalls, settings: GrpcSettings) -> EngineInfo
     facts = await asyncio.to_thread(read_model_facts, settings.model_path or model.model_id)
     check_server_defaults(facts, settings)
     world_size = await find_world_size(server.parallelism, settings)
-    return engine_info(server, model, facts=facts, settings=settings, world_size=world_size)
+    media = media_model(facts, settings, engine_version=server.engine_version)
+    info = engine_info(server, model, facts=facts, settings=settings, world_size=world_size, media=media)
+    return info, media
 
 
 def engine_info(
@@ -93,17 +96,23 @@ def engine_info(
     facts: ModelFacts | None,
     settings: GrpcSettings,
     world_size: int,
+    media: MediaModel,
 ) -> EngineInfo:
     """What is published: a capability only where the server reports it.
+
+    Raw images and videos are taken only where the server is known not to normalise pixels itself: vLLM's Rust frontend has
+    normalised them before, and the engine would do it once more.
 
     Raises:
         InvalidRequest: the server gives no context length or no room for a request.
     """
     if server.max_model_len < 2:
         raise InvalidRequest(f"the server reports max_model_len {server.max_model_len}", param="endpoint")
-    media: list[str] = []
+    features: list[str] = []
     if model.supports_multimodal:
-        media = (facts.modalities if facts is not None else []) or list(MODALITIES)
+        features = (facts.modalities if facts is not None else []) or list(MODALITIES)
+    pixels_once = media.normalises is False
+    raw_media = [name for name in features if name == "audio" or pixels_once]
     lora = None
     if model.supports_lora and server.max_loras > 0:
         lora = LoraCapability(max=server.max_loras, rank=settings.max_lora_rank)
@@ -137,8 +146,8 @@ def engine_info(
             if transfer.weight_transfer_enabled and transfer.weight_transfer_backend
             else [],
             lora=lora,
-            features=media,
-            raw_media=media,
+            features=features,
+            raw_media=raw_media,
             sampling_fields=list(SAMPLING_FIELDS),
         ),
     )

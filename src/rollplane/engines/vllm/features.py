@@ -5,12 +5,21 @@ the hash alone. So each item is compared with a sample that the engine's own pro
 ranks), its grid with its pixels and its placeholder, and its identity is the hash of its content.
 """
 
-import math
 from typing import Any
 
 import msgspec
 import numpy as np
 
+from rollplane.engines.media_fields import (
+    FLOATS,
+    Field,
+    check_grids,
+    check_pixels,
+    check_shape,
+    is_grid,
+    is_pixels,
+    refuse,
+)
 from rollplane.errors import InvalidRequest
 from rollplane.identity import media_identity
 from rollplane.protocol.features import MODALITIES, MediaItem
@@ -33,7 +42,6 @@ class MediaModel(msgspec.Struct, frozen=True, kw_only=True):
 
     samples: Samples
     merge: int | None = None
-    normalises_on_device: bool = False
 
 
 def sample_model(engine: Any, media: Any) -> MediaModel:
@@ -54,11 +62,7 @@ def sample_model(engine: Any, media: Any) -> MediaModel:
         if items and items[0] is not None:
             samples[modality] = {name: _sample(elem.data) for name, elem in items[0].items()}
     vision = getattr(config.hf_config, "vision_config", None)
-    return MediaModel(
-        samples=samples,
-        merge=getattr(vision, "spatial_merge_size", None),
-        normalises_on_device=bool(getattr(config.get_multimodal_config(), "mm_device_do_normalize", False)),
-    )
+    return MediaModel(samples=samples, merge=getattr(vision, "spatial_merge_size", None))
 
 
 def _sample(data: Any) -> FieldSample:
@@ -123,64 +127,30 @@ def check_item(item: MediaItem, fields: Any, *, model: MediaModel, where: str) -
         InvalidRequest: naming the field, what it is and what it must be.
     """
     if item.modality not in model.samples:
-        _refuse(where, f"the model takes no {item.modality} features")
+        refuse(where, f"the model takes no {item.modality} features")
     sample = model.samples[item.modality]
     if set(fields) != set(sample):
-        _refuse(where, f"the fields are {sorted(fields)}, the model's are {sorted(sample)}")
+        refuse(where, f"the fields are {sorted(fields)}, the model's are {sorted(sample)}")
+    found = {name: _field(name, elem.data) for name, elem in fields.items()}
     for name, wanted in sample.items():
-        _check_field(name, fields[name].data, wanted, model=model, where=where)
-    for name, elem in fields.items():
-        if name.endswith("grid_thw"):
-            _check_grid(item, elem.data, fields, name=name, merge=model.merge, where=where)
+        _check_field(name, found[name], wanted, where=where)
+        if found[name].dtype in FLOATS and not bool(fields[name].data.isfinite().all()):
+            refuse(where, f"{name} holds values that are not finite")
+    check_grids(item, found, merge=model.merge, where=where)
 
 
-def _check_field(name: str, data: Any, wanted: FieldSample, *, model: MediaModel, where: str) -> None:
-    found = _dtype(data)
-    if found != wanted.dtype:
-        if name.startswith("pixel_values") and "uint8" in (found, wanted.dtype):
-            has = (
-                "normalises pixels itself and takes uint8" if model.normalises_on_device else "takes normalised floats"
-            )
-            flag = "--no-mm-device-do-normalize" if model.normalises_on_device else "--mm-device-do-normalize"
-            _refuse(
-                where, f"{name} has dtype {found}, this engine {has}; the vLLM argument {flag} takes the other kind"
-            )
-        if not (_is_float(found) and _is_float(wanted.dtype)):
-            _refuse(where, f"{name} has dtype {found}, the model takes {wanted.dtype}")
-    shape = tuple(int(n) for n in getattr(data, "shape", ()))
-    if len(shape) != wanted.dims:
-        _refuse(where, f"{name} has shape {list(shape)}, the model takes {wanted.dims} dimensions")
-    if 0 in shape:
-        _refuse(where, f"{name} has shape {list(shape)}, which holds nothing")
-    if wanted.dims == 2 and shape[1:] != wanted.tail:
-        _refuse(where, f"{name} has shape {list(shape)}, the model takes [.., {wanted.tail[0]}]")
-    if _is_float(found) and not bool(data.isfinite().all()):
-        _refuse(where, f"{name} holds values that are not finite")
+def _field(name: str, data: Any) -> Field:
+    numbers = tuple(int(n) for n in data.reshape(-1).tolist()) if is_grid(name) and hasattr(data, "reshape") else ()
+    return Field(dtype=_dtype(data), shape=tuple(int(n) for n in getattr(data, "shape", ())), numbers=numbers)
 
 
-def _is_float(dtype: str) -> bool:
-    return dtype in ("float32", "float16", "bfloat16")
-
-
-def _check_grid(item: MediaItem, grid: Any, fields: Any, *, name: str, merge: int | None, where: str) -> None:
-    """A grid of (time, height, width) patches: as many as the pixels have rows, and `merge`^2 of them per placeholder."""
-    sizes = [int(n) for n in grid.reshape(-1).tolist()]
-    if len(sizes) != 3 or min(sizes) < 1:
-        _refuse(where, f"{name} is {sizes[:8]}, must be three sizes above 0")
-    patches = math.prod(sizes)
-    pixels = next((k for k in fields if k.startswith("pixel_values")), None)
-    if pixels is not None and int(fields[pixels].data.shape[0]) != patches:
-        _refuse(where, f"{name} {sizes} has {patches} patches, {pixels} has {int(fields[pixels].data.shape[0])} rows")
-    if merge is None:
-        return
-    if sizes[1] % merge or sizes[2] % merge:
-        _refuse(where, f"{name} {sizes} is not divisible by the model's merge size {merge}")
-    embeds = item.length if item.is_embed is None else int(np.count_nonzero(item.is_embed))
-    if embeds != patches // merge**2:
-        raise InvalidRequest(
-            f"{where}: the placeholder takes {embeds} embeddings, the grid {sizes} makes {patches // merge**2}",
-            param="features.mm_placeholders",
-        )
+def _check_field(name: str, found: Field, wanted: FieldSample, *, where: str) -> None:
+    if found.dtype != wanted.dtype:
+        if is_pixels(name):
+            check_pixels(name, found.dtype, takes_uint8=wanted.dtype == "uint8", where=where)
+        if not (found.dtype in FLOATS and wanted.dtype in FLOATS):
+            refuse(where, f"{name} has dtype {found.dtype}, the model takes {wanted.dtype}")
+    check_shape(name, found.shape, dims=wanted.dims, tail=wanted.tail, where=where)
 
 
 def _embed_mask(item: MediaItem) -> Any:
@@ -189,7 +159,3 @@ def _embed_mask(item: MediaItem) -> Any:
     import torch
 
     return torch.from_numpy(np.array(item.is_embed, dtype=np.bool_))
-
-
-def _refuse(where: str, says: str) -> None:
-    raise InvalidRequest(f"{where}: {says}", param="features.kwargs_data")

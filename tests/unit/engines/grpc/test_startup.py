@@ -3,6 +3,7 @@ import json
 import msgspec
 import pytest
 
+from rollplane.engines.grpc.media import media_model
 from rollplane.engines.grpc.model_facts import read_model_facts
 from rollplane.engines.grpc.proto import control_pb2 as pb
 from rollplane.engines.grpc.settings import GrpcSettings
@@ -15,12 +16,14 @@ MODEL = {"model_id": "/models/m", "served_model_name": "m", "supports_token_ids_
 
 
 def info(*, server=None, model=None, facts=None, **settings):
+    given = GrpcSettings(**settings)
     return engine_info(
         pb.ServerInfo(**{**SERVER, **(server or {})}),
         pb.ModelInfo(**{**MODEL, **(model or {})}),
         facts=facts,
-        settings=GrpcSettings(**settings),
+        settings=given,
         world_size=2,
+        media=media_model(facts, given, engine_version="0.31.0"),
     )
 
 
@@ -44,6 +47,14 @@ def test_only_what_the_server_reports_is_offered():
     assert (rich.lora.max, rich.lora.rank) == (3, 32)
     assert rich.weight_transfer == ["nccl"]
     assert rich.features == ["image", "video", "audio"]
+
+
+def test_raw_pixels_are_taken_only_where_the_server_does_not_normalise_them_again():
+    def raw(**settings):
+        return info(model={"supports_multimodal": True}, **settings).capabilities.raw_media
+
+    assert raw() == raw(mm_device_do_normalize=True) == ["audio"]
+    assert raw(mm_device_do_normalize=False) == ["image", "video", "audio"]
 
 
 def test_lora_needs_slots_and_support():
@@ -97,7 +108,13 @@ def model_directory(root, *, config, generation=None):
 def test_facts_come_from_the_models_directory(tmp_path):
     facts = model_directory(
         tmp_path,
-        config={"text_config": {"vocab_size": 99}, "vision_config": {}, "video_token_id": 3, "eos_token_id": 1},
+        config={
+            "architectures": ["A"],
+            "text_config": {"vocab_size": 99},
+            "vision_config": {"spatial_merge_size": 2, "in_channels": 3, "temporal_patch_size": 2, "patch_size": 14},
+            "video_token_id": 3,
+            "eos_token_id": 1,
+        },
         generation={"eos_token_id": [1, 2], "top_k": 20, "top_p": 0.8, "repetition_penalty": 1.05},
     )
 
@@ -106,7 +123,16 @@ def test_facts_come_from_the_models_directory(tmp_path):
         "eos_token_ids": [1, 2],
         "modalities": ["image", "video"],
         "stubborn_defaults": {},  # those it has are overridden by values on the wire
+        "architectures": ["A"],
+        "merge": 2,
+        "patch_numbers": 1176,
     }
+
+
+def test_a_vision_tower_that_does_not_say_its_sizes_has_none(tmp_path):
+    facts = model_directory(tmp_path, config={"vision_config": {"patch_size": 14, "spatial_merge_size": 0}})
+
+    assert (facts.merge, facts.patch_numbers) == (None, None)
 
 
 def test_a_name_that_is_no_directory_has_no_facts():
