@@ -6,24 +6,28 @@ adapters are the server's; replacing weights from a checkpoint directory is not 
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from typing import Any, Final
 
 import grpc
 import grpc.aio
+import msgspec
 
 from rollplane.admission import check_request
 from rollplane.engines.grpc.calls import LiveCalls
 from rollplane.engines.grpc.channels import ChannelPool
 from rollplane.engines.grpc.control import ControlCalls
 from rollplane.engines.grpc.convert import ConvertSettings, to_wire
+from rollplane.engines.grpc.kv_events import follow_server
 from rollplane.engines.grpc.media import MediaModel, check_features
 from rollplane.engines.grpc.proto import control_pb2 as pb
 from rollplane.engines.grpc.services import CONTROL, DATA_PARALLEL_RANK, INFERENCE
 from rollplane.engines.grpc.settings import GrpcSettings
 from rollplane.engines.grpc.startup import probe, read_facts, wait_until_healthy
 from rollplane.engines.grpc.status import error_from_rpc
+from rollplane.engines.kv_mirror import KvMirror
+from rollplane.engines.zmq_kv_events import ZmqKvEvents
 from rollplane.errors import (
     Conflict,
     EngineDied,
@@ -39,6 +43,7 @@ from rollplane.protocol.admin import FlushReport, PauseMode, PauseReport, Resume
 from rollplane.protocol.events import Event
 from rollplane.protocol.features import MediaItem
 from rollplane.protocol.info import EngineHealth, EngineInfo, EngineState
+from rollplane.protocol.kv_events import KvEvent
 from rollplane.protocol.request import GenerateRequest
 from rollplane.protocol.versions import check_version_name
 
@@ -69,6 +74,8 @@ class GrpcEngine:
         self._paused = False
         self._cleared = False  # since the pause began
         self._sleeping = False
+        self._mirror = KvMirror()
+        self._kv_events: ZmqKvEvents | None = None
         self._closing = False
         self._trouble: str | None = None
         self._watcher: asyncio.Task[None] | None = None
@@ -119,9 +126,15 @@ class GrpcEngine:
             self._paused = await control.is_paused()
             with contextlib.suppress(RollplaneError):  # a server without sleep mode refuses to say
                 self._sleeping = await control.is_sleeping()
+            kv_events = await follow_server(control, self._mirror, server=self.settings.endpoint)
         except BaseException:
             await pool.close()
             raise
+        if kv_events is not None and info.block_tokens is not None:
+            kv_events.start()
+            self._kv_events = kv_events
+            capabilities = msgspec.structs.replace(info.capabilities, kv_events=True)
+            info = msgspec.structs.replace(info, capabilities=capabilities)
         self._pool, self._control, self._info = pool, control, info
         self._watcher = asyncio.create_task(self._watch(), name=f"health of {self.settings.endpoint}")
 
@@ -141,6 +154,9 @@ class GrpcEngine:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        if self._kv_events is not None:
+            await self._kv_events.close()
+        self._mirror.end()
         if self._pool is not None:
             await self._pool.close()
 
@@ -219,6 +235,8 @@ class GrpcEngine:
         await self.control.pause(mode, clear_cache=clear_cache, timeout_s=self.settings.call_timeout_s)
         self._paused = True
         self._cleared = self._cleared or clear_cache
+        if clear_cache:
+            self._mirror.clear()  # an idle server tells that only with its next step
         await self._settle()
         return PauseReport(
             mode=mode,
@@ -312,12 +330,14 @@ class GrpcEngine:
         self._require_transfer()
         check_version_name(version, param="weight_version")
         await self.control.finish_weight_update(version)
+        self._mirror.clear()
         self._take_version(version)
 
     async def sleep(self, *, level: int = 1) -> None:
         """Free the engine's memory; requests are refused until it is awake."""
         await self.control.sleep(level=level)
         self._sleeping = True
+        self._mirror.clear()
 
     async def wake_up(self, tags: list[str] | None = None) -> None:
         """Take the memory back; awake only once the server says so."""
@@ -327,6 +347,10 @@ class GrpcEngine:
     async def kv_event_sources(self) -> list[pb.KvEventSource]:
         """Where the server publishes KV events."""
         return await self.control.kv_event_sources()
+
+    def kv_events(self) -> AsyncGenerator[list[KvEvent], None]:
+        """See `KvEventSource.kv_events`. Of a server that tells none (see `Capabilities.kv_events`) nothing ever comes."""
+        return self._mirror.feed()
 
     # -- AdapterHost -------------------------------------------------------------------------------------------------
 

@@ -58,6 +58,7 @@ def read_info(
             prompt_logprobs=not (api.on_cpu and config.lora_config is not None),
             stop_strings=tokenizer,
             priority=scheduler.policy == "priority",
+            kv_events=says_kv_events(config),
             transfer_params=config.kv_transfer_config is not None
             or getattr(config, "ec_transfer_config", None) is not None,
             weight_transfer=["disk"] if loaded is not None else [],
@@ -81,6 +82,13 @@ def lora_capability(lora_config: Any) -> LoraCapability | None:
         return None
     held = lora_config.max_cpu_loras or lora_config.max_loras
     return LoraCapability(max=int(held), rank=int(lora_config.max_lora_rank))
+
+
+def says_kv_events(config: Any) -> bool:
+    """Whether vLLM tells on ZMQ sockets which blocks its prefix cache holds."""
+    events = config.kv_events_config
+    told = events is not None and events.enable_kv_cache_events and events.publisher == "zmq"
+    return bool(told and config.cache_config.enable_prefix_caching)
 
 
 def returns_routes(config: Any) -> bool:
