@@ -275,13 +275,13 @@ class Worker:
             names += ["list_loras", "load_lora", "unload_lora"]
         return sorted(names)
 
-    async def snapshot(self) -> WorkerState:
-        """This worker as the internal state endpoint shows it, now."""
+    async def snapshot(self, *, health: EngineHealth | None = None) -> WorkerState:
+        """This worker as the internal state endpoint shows it, now; `health` where it was just asked for."""
         return WorkerState(
             worker=self.settings.name,
             instance=self.instance_id,
             info=self.info,
-            health=await self.health(),
+            health=health if health is not None else await self.health(),
             policy_version=self.version,
             policy_digest=self.policy.digest if self.policy is not None else None,
             epoch=self.epoch,

@@ -1,15 +1,20 @@
 """How the HTTP app runs an engine: its events taken in order, closed whatever happens, big work off the event loop."""
 
-from collections.abc import AsyncGenerator, AsyncIterator
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
-from typing import Final
+from typing import Any, Final
+
+from starlette.types import Receive
 
 from rollplane.engines.base import Engine
+from rollplane.errors import RollplaneError
 from rollplane.fold import Fold
 from rollplane.protocol.events import ChoiceEvent, Event, PromptEvent
 from rollplane.protocol.request import GenerateRequest
 from rollplane.protocol.response import Choice
 from rollplane.server.service import Service
+from rollplane.server.watch import run_watched
 
 BIG_BODY_BYTES: Final = 256 * 1024
 BIG_NUMBERS: Final = 65_536
@@ -48,3 +53,23 @@ def is_big(event: Event) -> bool:
         logprobs = event.prompt_logprobs
         return logprobs is not None and int(logprobs.ids.size) > BIG_NUMBERS
     return False
+
+
+async def stream_answer(
+    service: Service, serving: Coroutine[Any, Any, RollplaneError | None], receive: Receive, *, arrived: float
+) -> RollplaneError | None:
+    """Run the writing of one streamed answer, stopped when the reader hangs up, and count how it ended.
+
+    Returns the error that ended the stream, the hang-up included; None for a whole stream.
+    """
+    with service.one_in_flight():
+        try:
+            error = await run_watched(serving, receive)
+        except RollplaneError as hang_up:
+            error = hang_up
+    service.metrics.latency.labels(stream="true").observe(time.monotonic() - arrived)
+    if error is not None:
+        service.metrics.count_error(error, stream=True)
+    else:
+        service.metrics.requests.labels(outcome="ok", stream="true").inc()
+    return error

@@ -50,13 +50,8 @@ async def generate(request: Request) -> ASGIApp:
         routes = asked.options.routed_experts_encoding or service.settings.routes_encoding
         if stream:
             return EventStream(service, asked, plan, routes=routes, arrived=arrived)
-        service.metrics.in_flight.inc()
-        service.lifecycle.in_flight += 1
-        try:
+        with service.one_in_flight():
             answer = await run_watched(_answer(service, asked, plan, wanted=wanted, routes=routes), request.receive)
-        finally:
-            service.metrics.in_flight.dec()
-            service.lifecycle.in_flight -= 1
     except Exception as error:
         found = as_rollplane_error(error)
         service.metrics.count_error(found, stream=stream)

@@ -17,7 +17,7 @@ from rollplane.protocol.answer import WIRE_VERSION
 from rollplane.protocol.events import ErrorEvent, Event, HopEvent
 from rollplane.protocol.hop import FRAMES, WIRE_HEADER, decode_hop_request, encode_frame
 from rollplane.protocol.request import MSGPACK, GenerateRequest
-from rollplane.server.engine_calls import BIG_BODY_BYTES, is_big, running
+from rollplane.server.engine_calls import BIG_BODY_BYTES, is_big, running, stream_answer
 from rollplane.server.error_responses import as_rollplane_error, error_response
 from rollplane.server.service import Service
 from rollplane.server.watch import read_body, run_watched
@@ -42,13 +42,8 @@ async def hop_generate(request: Request) -> ASGIApp:
         request.scope["rollplane.request_id"] = asked.request_id
         if stream:
             return FrameStream(service, asked, arrived=arrived)
-        service.metrics.in_flight.inc()
-        service.lifecycle.in_flight += 1
-        try:
+        with service.one_in_flight():
             frame = await run_watched(_one_frame(service, asked), request.receive)
-        finally:
-            service.metrics.in_flight.dec()
-            service.lifecycle.in_flight -= 1
     except Exception as error:
         found = as_rollplane_error(error)
         service.metrics.count_error(found, stream=stream)
@@ -106,22 +101,7 @@ class FrameStream:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send frames until the events end; hanging up stops the engine's work."""
-        metrics, lifecycle = self._service.metrics, self._service.lifecycle
-        metrics.in_flight.inc()
-        lifecycle.in_flight += 1
-        error: RollplaneError | None = None
-        try:
-            error = await run_watched(self._serve(scope, receive, send), receive)
-        except RollplaneError as hang_up:
-            error = hang_up
-        finally:
-            metrics.in_flight.dec()
-            lifecycle.in_flight -= 1
-        metrics.latency.labels(stream="true").observe(time.monotonic() - self._arrived)
-        if error is not None:
-            metrics.count_error(error, stream=True)
-        else:
-            metrics.requests.labels(outcome="ok", stream="true").inc()
+        await stream_answer(self._service, self._serve(scope, receive, send), receive, arrived=self._arrived)
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> RollplaneError | None:
         reader = asyncio.create_task(self._read(), name=f"events of {self._request.request_id}")

@@ -2,8 +2,9 @@
 
 import asyncio
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, TypeVar
 
@@ -50,6 +51,17 @@ class Service:
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="rollplane-big"))
     """Where bodies and answers too big for the event loop are read, checked and written."""
+
+    @contextmanager
+    def one_in_flight(self) -> Generator[None, None, None]:
+        """Counts a request for as long as the block lasts."""
+        self.metrics.in_flight.inc()
+        self.lifecycle.in_flight += 1
+        try:
+            yield
+        finally:
+            self.metrics.in_flight.dec()
+            self.lifecycle.in_flight -= 1
 
     async def in_pool(self, work: Callable[..., T], *args: Any, big: bool = True) -> T:
         """The result of `work`, in the pool when it is big, else here and now."""

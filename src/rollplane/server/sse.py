@@ -28,10 +28,9 @@ from rollplane.protocol.artifacts import TokenLogprobs
 from rollplane.protocol.events import ChoiceEvent, EndEvent
 from rollplane.protocol.request import Encoding, GenerateRequest
 from rollplane.protocol.response import Choice, Usage
-from rollplane.server.engine_calls import add_event, is_big, running
+from rollplane.server.engine_calls import add_event, is_big, running, stream_answer
 from rollplane.server.error_responses import as_rollplane_error, error_event, error_response
 from rollplane.server.service import Service
-from rollplane.server.watch import run_watched
 
 DONE: Final = b"data: [DONE]\n\n"
 HEADERS: Final = [
@@ -140,23 +139,10 @@ class EventStream:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Stream the answer; hanging up stops the engine's work."""
-        metrics, lifecycle = self._service.metrics, self._service.lifecycle
-        metrics.in_flight.inc()
-        lifecycle.in_flight += 1
-        error: RollplaneError | None = None
-        try:
-            error = await run_watched(self._serve(scope, receive, send), receive)
-        except RollplaneError as hang_up:
-            error = hang_up
-        finally:
-            metrics.in_flight.dec()
-            lifecycle.in_flight -= 1
-        metrics.latency.labels(stream="true").observe(time.monotonic() - self._arrived)
+        serving = self._serve(scope, receive, send)
+        error = await stream_answer(self._service, serving, receive, arrived=self._arrived)
         if error is not None:
-            metrics.count_error(error, stream=True)
             log.info("stream_failed", request_id=self._plan.request_id, code=error.code, reason=error.message)
-        else:
-            metrics.requests.labels(outcome="ok", stream="true").inc()
 
     async def _serve(self, scope: Scope, receive: Receive, send: Send) -> RollplaneError | None:
         """Write the whole stream; the error that ended it, if one did."""

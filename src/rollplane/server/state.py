@@ -20,22 +20,8 @@ BEAT_S = min(1.0, HEARTBEAT_S)
 
 
 async def worker_state(worker: Worker, service: Service) -> WorkerState:
-    """The worker's state now."""
-    record = worker.record()
-    return WorkerState(
-        worker=worker.settings.name,
-        instance=worker.instance_id,
-        info=worker.info,
-        health=await service.health(),
-        policy_version=worker.version,
-        policy_digest=record.policy_digest,
-        epoch=worker.epoch,
-        paused=worker.policy is not None and worker.policy.paused_by_caller,
-        adapters=record.adapters,
-        routes=record.routes,
-        cache_generation=worker.cache_generation,
-        salts_by_version=worker.salts_by_version,
-    )
+    """The worker's state now; an engine that does not say how it is counts as not alive."""
+    return await worker.snapshot(health=await service.health())
 
 
 async def state(request: Request) -> ASGIApp:
