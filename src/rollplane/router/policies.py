@@ -98,7 +98,7 @@ POLICIES: Final[dict[str, Callable[[], Policy]]] = {
 }
 """Policy name -> its maker."""
 
-DEFAULT_POLICY: Final = "least_loaded"
+DEFAULT_POLICY: Final = "prefix_aware"
 
 
 def make_policy(name: str | None = None) -> Policy:

@@ -4,6 +4,7 @@ from tests.unit.rl.local_workers import LocalWorker
 from rollplane.errors import InvalidRequest
 from rollplane.rl.members import Member
 from rollplane.router.policies import LeastLoaded, RoundRobin, keeper, make_policy
+from rollplane.router.prefix_aware import PrefixAware
 from rollplane.router.worker import RoutedWorker
 from rollplane.testing.requests import make_request
 
@@ -42,7 +43,7 @@ def test_the_load_of_other_frontends_counts_as_the_worker_told_it(workers: list[
 
 
 def test_an_unknown_policy_is_refused_with_the_known_ones() -> None:
-    assert isinstance(make_policy(None), LeastLoaded)
+    assert isinstance(make_policy(None), PrefixAware)
     with pytest.raises(InvalidRequest, match="least_loaded, prefix_aware, round_robin"):
         make_policy("fastest")
 
