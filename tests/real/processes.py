@@ -60,17 +60,32 @@ class Server:
 
 @contextlib.contextmanager
 def vllm_rs(
-    model: Path, log: Path, *, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None
+    model: Path,
+    log: Path,
+    *,
+    arguments: Sequence[str] = (),
+    frontend_arguments: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
 ) -> Iterator[Server]:
     """vLLM's Rust server with one engine on the CPU: HTTP, `/inference/v1/generate` and gRPC. 20 to 30 s to start.
 
-    `arguments` go to the engine, after those that every tiny model needs; `environment` is added to `VLLM_SETTINGS`.
+    `arguments` go to the engine, after those that every tiny model needs, `frontend_arguments` to the server itself;
+    `environment` is added to `VLLM_SETTINGS`.
     """
     python = _require(VLLM_ENV / "bin" / "python", "scripts/make_vllm_env.sh")
     binary = _require(VLLM_RS, "scripts/fetch_vllm_rs.sh")
     http_port, grpc_port = free_ports(2)
     command = [str(binary), "serve", str(model), "--port", str(http_port), "--grpc-port", str(grpc_port)]
-    command += ["--enable-scale-out", "--", "--enforce-eager", "--dtype", "bfloat16", "--block-size", "32"]
+    command += [
+        "--enable-scale-out",
+        *frontend_arguments,
+        "--",
+        "--enforce-eager",
+        "--dtype",
+        "bfloat16",
+        "--block-size",
+        "32",
+    ]
     command += ["--max-model-len", "4096", *arguments]
     settings = VLLM_SETTINGS | {"PATH": f"{python.parent}:{os.environ['PATH']}"} | dict(environment or {})
     with running(command, log, environment=settings) as process:

@@ -1,102 +1,65 @@
-"""Images on vLLM's own Rust server and a real vision engine on the CPU: preprocessed features, and raw."""
+"""Images on vLLM's own Rust server and a real vision engine on the CPU, started as trainers' renderers need it: pixels are
+not normalised on the device. Preprocessed features, raw images, and both beside an adapter."""
 
 import base64
-import json
-import os
-import subprocess
 from collections.abc import AsyncIterator, Iterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
-import numpy as np
 import pytest
-from tests.models.tiny import IMAGE_PAD_ID, VISION_END_ID, VISION_START_ID, shared_model
-from tests.real import processes
+from tests.models.tiny import shared_model
+from tests.real import images, processes
+from tests.real.images import PROMPT, Rendered, ask, differ
 
 from rollplane.engines.grpc.engine import GrpcEngine
 from rollplane.engines.grpc.settings import GrpcSettings
 from rollplane.errors import InvalidRequest
 from rollplane.identity import media_identity
-from rollplane.protocol.request import parse_request
-from rollplane.protocol.response import GenerateResponse
-from rollplane.testing import answer
 
 pytestmark = pytest.mark.timeout(300)
-
-PROMPT = [300, 301, VISION_START_ID, IMAGE_PAD_ID, VISION_END_ID, 302, 303]
-SAMPLING = {"max_tokens": 6, "temperature": 0.0, "logprobs": 0, "ignore_eos": True}
-Rendered = dict[str, Any]
-
-
-RED, BLUE = "255,0,0", "0,0,255"
-
-
-def in_vllm(script: str, colour: str, *more: str) -> dict[str, Any]:
-    """What a script beside this file prints for one 56 x 56 image of one colour, run in vLLM's environment."""
-    python = processes.VLLM_ENV / "bin" / "python"
-    path = processes.ROOT / "tests" / "real" / script
-    ids = ",".join(str(each) for each in PROMPT)
-    command = [str(python), str(path), str(shared_model("qwen-vl")), "56", "56", colour, ids, *more]
-    done = subprocess.run(
-        command, env=os.environ | processes.VLLM_SETTINGS, capture_output=True, text=True, check=False, timeout=170
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
-    return found
-
-
-def render(colour: str) -> Rendered:
-    """What a renderer sends for one image."""
-    return in_vllm("render_image.py", colour)
 
 
 @pytest.fixture(scope="module")
 def red() -> Rendered:
-    return render(RED)
+    return images.rendered()["red"]
 
 
 @pytest.fixture(scope="module")
 def blue() -> Rendered:
-    return render(BLUE)
+    return images.rendered()["blue"]
 
 
 @pytest.fixture(scope="module")
-def red_in_process() -> dict[str, Any]:
-    """vLLM's own answer to the red image, from an engine that is gone before the server starts."""
-    return in_vllm("answer_image.py", RED, str(SAMPLING["max_tokens"]))
+def adapter() -> str:
+    return str(shared_model("lora", base=str(shared_model("qwen-vl")), seed=3))
 
 
 @pytest.fixture(scope="module")
-def server(
-    red: Rendered, blue: Rendered, red_in_process: dict[str, Any], tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[processes.Server]:
+def server(adapter: str, tmp_path_factory: pytest.TempPathFactory) -> Iterator[processes.Server]:
+    images.rendered()
     log = tmp_path_factory.mktemp("vllm-rs") / "log"
-    arguments = ["--dtype", "float32", "--limit-mm-per-prompt", '{"image":4,"video":0}']
-    with processes.vllm_rs(shared_model("qwen-vl"), log, arguments=arguments) as found:
+    arguments = [*images.SERVER_ARGUMENTS, "--no-mm-device-do-normalize"]
+    arguments += ["--enable-lora", "--max-loras", "1", "--max-cpu-loras", "3"]
+    environment = {
+        "VLLM_RUNTIME_LORA_ALLOWED_PATH_PREFIXES": str(Path(adapter).parent),
+        "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
+    }
+    with processes.vllm_rs(shared_model("qwen-vl"), log, arguments=arguments, environment=environment) as found:
         yield found
 
 
 @pytest.fixture
 async def engine(server: processes.Server) -> AsyncIterator[GrpcEngine]:
-    engine = GrpcEngine(GrpcSettings(endpoint=server.grpc_target, start_timeout_s=20))
+    settings = GrpcSettings(endpoint=server.grpc_target, start_timeout_s=20, mm_device_do_normalize=False)
+    engine = GrpcEngine(settings)
     await engine.start()
     yield engine
     await engine.close()
 
 
-async def ask(engine: GrpcEngine, token_ids: list[int], **fields: Any) -> GenerateResponse:
-    body = {"token_ids": token_ids, "sampling_params": SAMPLING, **fields}
-    return await answer(engine, parse_request(json.dumps(body).encode()))
-
-
-def numbers(response: GenerateResponse) -> tuple[list[int], np.ndarray[Any, Any]]:
-    choice = response.choices[0]
-    assert choice.logprobs is not None
-    return choice.token_ids.tolist(), choice.logprobs.values
-
-
-def differ(first: GenerateResponse, second: GenerateResponse) -> bool:
-    return numbers(first)[0] != numbers(second)[0] or not np.allclose(numbers(first)[1], numbers(second)[1], atol=1e-3)
+def features_of(rendered: Rendered, **changes: Any) -> dict[str, Any]:
+    return {**rendered["features"], **changes}
 
 
 async def test_the_server_says_that_it_takes_images(engine: GrpcEngine) -> None:
@@ -117,23 +80,12 @@ async def test_features_reach_the_model(engine: GrpcEngine, red: Rendered, blue:
     assert not differ(of_red, await ask(engine, ids, features=red["features"]))
 
 
-async def test_vllm_in_process_gives_the_same_answer(
-    engine: GrpcEngine, red: Rendered, red_in_process: dict[str, Any]
-) -> None:
-    ids, values = numbers(await ask(engine, red["token_ids"], features=red["features"]))
-
-    assert ids == red_in_process["token_ids"]
-    np.testing.assert_allclose(values, red_in_process["logprobs"], atol=1e-3)
-
-
 async def test_an_image_is_known_by_its_content_not_by_the_hash_it_came_with(
     engine: GrpcEngine, red: Rendered, blue: Rendered
 ) -> None:
     of_red = await ask(engine, red["token_ids"], features=red["features"])
     of_blue = await ask(engine, red["token_ids"], features=blue["features"])
-    forged = await ask(
-        engine, red["token_ids"], features=blue["features"] | {"mm_hashes": red["features"]["mm_hashes"]}
-    )
+    forged = await ask(engine, red["token_ids"], features=features_of(blue, mm_hashes=red["features"]["mm_hashes"]))
 
     assert not differ(forged, of_blue)
     assert differ(forged, of_red)
@@ -149,10 +101,25 @@ async def test_placeholders_come_back_with_the_prompt(engine: GrpcEngine, red: R
 
 async def test_a_payload_that_is_none_is_refused_and_the_server_lives(engine: GrpcEngine, red: Rendered) -> None:
     junk = base64.b64encode(msgspec.msgpack.encode({"pixel_values": 7})).decode()
-    with pytest.raises(InvalidRequest):
-        await ask(engine, red["token_ids"], features=red["features"] | {"kwargs_data": {"image": [junk]}})
+    with pytest.raises(InvalidRequest, match="MultiModalKwargsItem"):
+        await ask(engine, red["token_ids"], features=features_of(red, kwargs_data={"image": [junk]}))
 
     await ask(engine, red["token_ids"], features=red["features"])
+
+
+async def test_a_placeholder_of_another_length_than_the_grids_is_refused(engine: GrpcEngine, red: Rendered) -> None:
+    (place,) = red["features"]["mm_placeholders"]["image"]
+    short = {"image": [{"offset": place["offset"], "length": place["length"] - 2}]}
+
+    with pytest.raises(InvalidRequest, match=r"takes 2 embeddings, the grid \[1, 4, 4\] makes 4"):
+        await ask(engine, red["token_ids"], features=features_of(red, mm_placeholders=short))
+
+
+async def test_pixels_that_the_server_would_not_normalise_are_refused(engine: GrpcEngine) -> None:
+    raw = images.rendered()["red-uint8"]
+
+    with pytest.raises(InvalidRequest, match=r"pixel_values has dtype uint8.*--mm-device-do-normalize"):
+        await ask(engine, raw["token_ids"], features=raw["features"])
 
 
 async def test_identities_differ_where_content_differs(red: Rendered, blue: Rendered) -> None:
@@ -161,7 +128,7 @@ async def test_identities_differ_where_content_differs(red: Rendered, blue: Rend
     assert len({media_identity("image", payload) for payload in payloads}) == 2
 
 
-async def test_a_raw_image_is_processed_by_the_engine(engine: GrpcEngine, red: Rendered, blue: Rendered) -> None:
+async def test_a_raw_image_is_what_its_features_are(engine: GrpcEngine, red: Rendered, blue: Rendered) -> None:
     def part(image: Rendered) -> list[dict[str, Any]]:
         return [{"type": "image_url", "url": image["data_uri"], "uuid": f"raw-{image['data_uri'][-40:]}"}]
 
@@ -169,10 +136,27 @@ async def test_a_raw_image_is_processed_by_the_engine(engine: GrpcEngine, red: R
     of_blue = await ask(engine, PROMPT, content_parts=part(blue))
 
     assert of_red.usage.prompt_tokens == len(red["token_ids"])
+    assert not differ(of_red, await ask(engine, red["token_ids"], features=red["features"]))
+    assert not differ(of_blue, await ask(engine, blue["token_ids"], features=blue["features"]))
     assert differ(of_red, of_blue)
-    assert differ(of_red, await ask(engine, PROMPT))
 
 
 async def test_a_raw_image_from_elsewhere_needs_an_allowed_host(engine: GrpcEngine) -> None:
     with pytest.raises(InvalidRequest, match="media_hosts"):
         await ask(engine, PROMPT, content_parts=[{"type": "image_url", "url": "http://127.0.0.1:9/x.png"}])
+
+
+async def test_an_adapter_sees_the_image_and_keeps_its_view_of_it_to_itself(
+    engine: GrpcEngine, red: Rendered, blue: Rendered, adapter: str
+) -> None:
+    ids = red["token_ids"]
+    before = await ask(engine, ids, features=red["features"])
+    await engine.load_adapter("vl@1", adapter)
+    try:
+        of_red, of_blue = [await ask(engine, ids, features=each["features"], adapter="vl@1") for each in (red, blue)]
+    finally:
+        await engine.unload_adapter("vl@1")
+
+    assert differ(of_red, of_blue)
+    assert differ(of_red, before)
+    assert not differ(before, await ask(engine, ids, features=red["features"]))

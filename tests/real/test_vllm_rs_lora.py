@@ -1,8 +1,10 @@
 """Adapters on vLLM's own Rust server and a real engine on the CPU, which read them from below one directory."""
 
+import itertools
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 from tests.models.tiny import shared_model
 from tests.real import processes
@@ -15,6 +17,7 @@ from rollplane.testing import CHECKS, Subject, answer, make_request, run_check
 
 pytestmark = pytest.mark.timeout(120)
 
+VOCABULARY = 1024
 PROMPT = [300 + 17 * i for i in range(40)]
 
 
@@ -28,17 +31,24 @@ def adapters() -> list[str]:
 def server(adapters: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[processes.Server]:
     log = tmp_path_factory.mktemp("vllm-rs") / "log"
     arguments = ["--dtype", "float32", "--enable-lora", "--max-loras", "2", "--max-cpu-loras", "4"]
+    no_limit = ["--max-logprobs", "-1"]  # for the one test that asks for all; frontend and engine check it each
     environment = {
         "VLLM_RUNTIME_LORA_ALLOWED_PATH_PREFIXES": str(Path(adapters[0]).parent),
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     }
-    with processes.vllm_rs(shared_model("qwen3"), log, arguments=arguments, environment=environment) as found:
+    with processes.vllm_rs(
+        shared_model("qwen3"),
+        log,
+        arguments=[*arguments, *no_limit],
+        frontend_arguments=no_limit,
+        environment=environment,
+    ) as found:
         yield found
 
 
 @pytest.fixture
 async def engine(server: processes.Server) -> AsyncIterator[GrpcEngine]:
-    engine = GrpcEngine(GrpcSettings(endpoint=server.grpc_target, start_timeout_s=20))
+    engine = GrpcEngine(GrpcSettings(endpoint=server.grpc_target, start_timeout_s=20, max_logprobs=VOCABULARY))
     await engine.start()
     yield engine
     await engine.close()
@@ -100,3 +110,35 @@ async def test_adapters_that_cannot_be_loaded_are_refused_and_the_server_lives(
     with pytest.raises(NotFound):
         await with_adapter(engine, "never-loaded")
     await ask(engine, None)
+
+
+async def test_every_alternative_comes_from_a_server_without_a_limit(engine: GrpcEngine) -> None:
+    found = (await answer(engine, make_request(PROMPT, max_tokens=2, temperature=0.0, logprobs=-1))).choices[0]
+
+    assert found.logprobs is not None
+    alternatives = found.logprobs.alternatives
+    assert alternatives is not None
+    rows = [alternatives.ids[a:b] for a, b in itertools.pairwise(alternatives.offsets.tolist())]
+    values = [alternatives.values[a:b] for a, b in itertools.pairwise(alternatives.offsets.tolist())]
+    assert [sorted(row.tolist()) for row in rows] == [list(range(VOCABULARY))] * 2
+    for i, row in enumerate(rows):
+        assert np.exp(values[i].astype(np.float64)).sum() == pytest.approx(1.0, abs=1e-4)
+        assert values[i][row == found.token_ids[i]] == pytest.approx(found.logprobs.values[i], abs=1e-4)
+
+
+# -- last: a name stays stuck in the server --------------------------------------------------------------------------
+
+
+async def test_a_name_that_the_server_cannot_drop_after_eviction_counts_as_stuck(
+    engine: GrpcEngine, adapters: list[str]
+) -> None:
+    names = [f"many@{i}" for i in range(5)]  # one more than the server keeps
+    for i, name in enumerate(names):
+        await engine.load_adapter(name, adapters[i % 2])
+        await with_adapter(engine, name)
+    for name in names:
+        await engine.unload_adapter(name)
+
+    assert await engine.loaded_adapters() == []
+    assert (await engine.health()).counters["stuck_adapters"] == 1
+    assert await engine.control.loras() == [names[0]]
