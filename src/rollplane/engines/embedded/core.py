@@ -229,9 +229,9 @@ class Core:
         """One token for every running sequence."""
         running = self.scheduler.running
         batch = len(running)
-        self.slots.reserve(slots=batch, tokens=max(s.total for s in running) + 1)
-        rows = self.slots.rows[:batch]
         positions = self.slots.lengths[:batch] - 1
+        self.slots.reserve(slots=batch, tokens=int(positions.max()) + 2)
+        rows = self.slots.rows[:batch]
         cache = DecodeCache(self.slots, positions)
         visible = torch.arange(cache.keys)[None] <= positions[:, None]
         with self.adapters.rows([s.request.adapter for s in running], tokens=1):
@@ -327,7 +327,7 @@ class Core:
         self.slots.tokens[at] = tokens
         if any(s.request.logprobs is not None for s in rows):
             self.slots.logprobs[at] = own[:, 0]
-            self.slots.ranks[at] = rank_of(logprobs, own)[:, 0]
+            self.slots.ranks[at] = (logprobs > own).sum(-1, dtype=torch.int32).add_(1)
             self._keep_alternatives(support, logprobs, rows, at)
         if any(s.request.sampling_mask for s in rows):
             _keep_masks(support, tokens, rows)

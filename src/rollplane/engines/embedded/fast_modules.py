@@ -8,6 +8,7 @@ by more than rounding: a newer Transformers may have changed a module. bfloat16 
 rounding between operations is part of the result.
 """
 
+import functools
 import logging
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -143,9 +144,18 @@ def model_forward(
 
 def norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
     """RMS normalisation of the last dimension: `weight * x / sqrt(mean(x^2) + epsilon)`."""
-    norm: Tensor = torch.linalg.vector_norm(hidden_states, dim=-1, keepdim=True)
-    scale = norm.square_().div_(hidden_states.shape[-1]).add_(self.variance_epsilon).rsqrt_()
-    return (hidden_states * scale).mul_(self.weight)
+    return normalize(hidden_states, self.variance_epsilon).mul_(self.weight)
+
+
+def normalize(x: Tensor, epsilon: float) -> Tensor:
+    """`x / sqrt(mean(x^2) + epsilon)` over the last dimension."""
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    return x * torch.addcmul(_scalar(epsilon), norm, norm, value=1 / x.shape[-1]).rsqrt_()
+
+
+@functools.cache
+def _scalar(value: float) -> Tensor:
+    return torch.tensor(value)
 
 
 def attention_forward(
@@ -175,11 +185,13 @@ def attention_forward(
         return own
     heads = (rows, -1, self.head_dim)
     query = self.q_proj(hidden_states).view(heads)
-    key = self.k_proj(hidden_states).view(heads)
-    if hasattr(self, "q_norm"):
-        query, key = self.q_norm(query), self.k_norm(key)
     queries = query.shape[1]
-    both = rotate(torch.cat((query, key), dim=1), *position_embeddings)
+    both = torch.cat((query, self.k_proj(hidden_states).view(heads)), dim=1)
+    if hasattr(self, "q_norm"):
+        both = normalize(both, self.q_norm.variance_epsilon)
+        both[:, :queries].mul_(self.q_norm.weight)
+        both[:, queries:].mul_(self.k_norm.weight)
+    both = rotate(both, *position_embeddings)
     query, key = both[:, :queries], both[:, queries:]
     value = self.v_proj(hidden_states).view(heads)
     keys, values = cache.update(key[:, :, None], value[:, :, None], self.layer_idx)

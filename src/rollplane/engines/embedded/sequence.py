@@ -157,11 +157,15 @@ class Sequence:
     finish_reason: str | None = None
     stop_reason: int | str | None = None
     error: str | None = None
+    prompt_tokens: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt_tokens = len(self.request.prompt)
 
     @property
     def total(self) -> int:
         """Prompt and completion tokens held."""
-        return len(self.request.prompt) + self.generated
+        return self.prompt_tokens + self.generated
 
     def recompute(self, rows: int) -> None:
         """Keys and values of the first `rows` positions are valid again, under the weights that serve now."""
