@@ -158,9 +158,7 @@ def unique(rng: np.random.Generator) -> Load:
 def shared(rng: np.random.Generator) -> Load:
     """See the module."""
     system = prompt(rng)
-    found = [
-        (float(rng.uniform()), request_of(np.concatenate([system, prompt(rng, 256)]), rng)) for _ in range(1024)
-    ]
+    found = [(float(rng.uniform()), request_of(np.concatenate([system, prompt(rng, 256)]), rng)) for _ in range(1024)]
     return Load(found, PROMPT_TOKENS + 1024 * 256)
 
 
@@ -246,7 +244,9 @@ async def main() -> None:
             makespan = statistics.mean(r.makespan_s for r in results)
             load = max(r.load for r in results)
             prefilled = statistics.mean(r.prefilled for r in results)
-            print(f"{name:20}{policy:14}{first:12.3f}{p95:8.2f}{makespan:10.2f}{load:7.2f}{prefilled:11.2f}", flush=True)
+            print(
+                f"{name:20}{policy:14}{first:12.3f}{p95:8.2f}{makespan:10.2f}{load:7.2f}{prefilled:11.2f}", flush=True
+            )
             if args.observed:
                 print("  " + results[-1].observed)
 
