@@ -12,7 +12,10 @@ from rollplane.config import ServerSettings
 
 
 def configure_logs(settings: ServerSettings) -> None:
-    """Set up structlog, and the standard library's loggers of the libraries beneath, for this process."""
+    """Set up structlog, and the standard library's loggers of the libraries beneath, for this process.
+
+    Tracebacks carry no local variables: those of a request hold its bearer key and its tokens.
+    """
     level = getattr(logging, settings.log_level.upper())
     shared: list[Any] = [
         structlog.contextvars.merge_contextvars,
@@ -21,9 +24,14 @@ def configure_logs(settings: ServerSettings) -> None:
     ]
     as_json = settings.log_format == "json"
     last: list[Any] = (
-        [structlog.processors.dict_tracebacks, structlog.processors.JSONRenderer()]
+        [
+            structlog.processors.ExceptionRenderer(structlog.tracebacks.ExceptionDictTransformer(show_locals=False)),
+            structlog.processors.JSONRenderer(),
+        ]
         if as_json
-        else [structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty())]
+        else [
+            structlog.dev.ConsoleRenderer(colors=sys.stderr.isatty(), exception_formatter=structlog.dev.plain_traceback)
+        ]
     )
     structlog.configure(
         processors=[*shared, *last],
