@@ -102,6 +102,8 @@ async def test_keys_are_read_again_when_their_file_changes(tmp_path: Path) -> No
         ({"Host": "attacker.example"}, 403),
         ({"Origin": "https://attacker.example"}, 403),
         ({"Origin": "null"}, 403),
+        ({"Host": "[::1"}, 403),
+        ({"Origin": "http://[x"}, 403),
         ({"Host": "localhost:8000"}, 200),
         ({"Origin": "http://127.0.0.1:3000"}, 200),
         ({}, 200),

@@ -183,10 +183,10 @@ def check_local(headers: Headers) -> None:
         Forbidden: the Host or the Origin is not a loopback name (DNS rebinding, cross-site requests).
     """
     host = headers.get("host", "")
-    if host and not is_loopback(urlsplit(f"//{host}").hostname or ""):
+    if host and not is_loopback(_host_of(f"//{host}")):
         raise Forbidden("without keys this server answers to loopback names only; its Host header names another")
     origin = headers.get("origin")
-    if origin is not None and not is_loopback(urlsplit(origin).hostname or ""):
+    if origin is not None and not is_loopback(_host_of(origin)):
         raise Forbidden("without keys this server refuses requests of web pages from elsewhere")
 
 
@@ -212,6 +212,14 @@ def is_loopback(host: str) -> bool:
         return ipaddress.ip_address(host.strip("[]")).is_loopback
     except ValueError:
         return False
+
+
+def _host_of(url: str) -> str:
+    """The host name in a URL; "" where there is none, or where it cannot be read (`//[::1`)."""
+    try:
+        return urlsplit(url).hostname or ""
+    except ValueError:
+        return ""
 
 
 def _digest(key: str) -> bytes:
