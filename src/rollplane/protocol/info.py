@@ -58,6 +58,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
 
     `vocab_bound`: token ids are in [0, vocab_bound). `max_model_len`: prompt and completion together, tokens.
     `max_num_seqs`: sequences run at once, which bounds n. `block_tokens`: KV block size, None without a block cache.
+    `kv_blocks`: how many of them fit, None where the engine does not say.
     Widths are the longest lists the engine takes, None where it has no limit of its own.
     """
 
@@ -73,6 +74,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     max_allowed_token_ids: int | None = None
     max_logit_bias: int | None = None
     block_tokens: int | None = None
+    kv_blocks: int | None = None
     moe: MoeShape | None = None
     eos_token_ids: list[int] = msgspec.field(default_factory=list)
     world_size: int = 1

@@ -7,6 +7,7 @@
             asleep, failed, draining, stopped or stuck; the body says the state.
 """
 
+import contextlib
 from typing import Any
 
 import msgspec
@@ -14,7 +15,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rollplane.errors import NotFound, RollplaneError
-from rollplane.protocol.info import EngineHealth
+from rollplane.protocol.info import EngineHealth, EngineInfo
 from rollplane.server.error_responses import json_response
 from rollplane.server.metrics import CONTENT_TYPE
 from rollplane.server.routes import ApiRoute, Doc
@@ -108,11 +109,10 @@ async def metrics(request: Request) -> Response:
             version = await service.admin.policy_version()
         except RollplaneError:
             version = None  # a fleet whose workers disagree has no version; its own gauges say so
-    try:
-        model = service.engine.info.model
-    except RollplaneError:
-        model = ""  # a frontend that has reached no worker yet
-    service.metrics.read_health(await service.health(), model=model, version=version)
+    info: EngineInfo | None = None
+    with contextlib.suppress(RollplaneError):  # a frontend that has reached no worker yet
+        info = service.engine.info
+    service.metrics.read_health(await service.health(), info=info, version=version)
     if service.worker is not None:
         service.metrics.worker_policy.read(service.worker)
     return Response(service.metrics.text(), media_type=CONTENT_TYPE)

@@ -9,9 +9,10 @@ from typing import Any
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from rollplane.errors import EngineProtocolError, RollplaneError
-from rollplane.protocol.info import EngineHealth
+from rollplane.protocol.info import EngineHealth, EngineInfo
 from rollplane.protocol.response import GenerateResponse
 from rollplane.server.policy_metrics import PolicyMetrics
+from rollplane.server.vllm_metrics import VllmMetrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
@@ -51,10 +52,7 @@ class Metrics:
         )
         self.policy = Gauge("rollplane_policy_version_info", "1 for the version that makes tokens", ["version"], **to)
         self.policy_age = Gauge("rollplane_policy_version_age_seconds", "How long this version has been current", **to)
-        vllm: dict[str, Any] = {"labelnames": ["engine", "model_name"], **to}
-        self.vllm_running = Gauge("vllm:num_requests_running", "As vLLM names it", **vllm)
-        self.vllm_waiting = Gauge("vllm:num_requests_waiting", "As vLLM names it", **vllm)
-        self.vllm_kv_usage = Gauge("vllm:kv_cache_usage_perc", "Share of KV cache in use, 0 to 1", **vllm)
+        self.vllm = VllmMetrics(self.registry)
         self.worker_policy = PolicyMetrics(self.registry)
         self._state_since: tuple[str, float] = ("", 0.0)
         self._version_since: tuple[str, float] = ("", 0.0)
@@ -75,8 +73,8 @@ class Metrics:
         if isinstance(error, EngineProtocolError):
             self.breaches.inc()
 
-    def read_health(self, health: EngineHealth, *, model: str, version: str | None) -> None:
-        """Set the gauges from a moment's health."""
+    def read_health(self, health: EngineHealth, *, info: EngineInfo | None, version: str | None) -> None:
+        """Set the gauges from a moment's health. `info`: None before the engine says what it is."""
         now = time.time()
         self.alive.set(health.alive)
         if health.state != self._state_since[0]:
@@ -94,11 +92,7 @@ class Metrics:
                 self.policy.clear()
                 self.policy.labels(version=version).set(1)
             self.policy_age.set(now - self._version_since[1])
-        labels = {"engine": "0", "model_name": model}
-        self.vllm_running.labels(**labels).set(health.running)
-        self.vllm_waiting.labels(**labels).set(health.waiting)
-        if health.kv_usage is not None:
-            self.vllm_kv_usage.labels(**labels).set(health.kv_usage)
+        self.vllm.read(health, model=info.model if info is not None else "", info=info)
 
     def text(self) -> bytes:
         """The exposition."""

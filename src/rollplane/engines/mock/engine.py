@@ -367,6 +367,7 @@ def _describe(settings: MockSettings) -> EngineInfo:
         max_allowed_token_ids=1024,
         max_logit_bias=1024,
         block_tokens=settings.block_tokens if settings.cache_blocks else None,
+        kv_blocks=settings.cache_blocks or None,
         moe=settings.moe,
         eos_token_ids=[settings.eos_token_id],
         capabilities=Capabilities(

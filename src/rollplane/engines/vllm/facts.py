@@ -46,6 +46,7 @@ def read_info(
         max_allowed_token_ids=MAX_ALLOWED_TOKEN_IDS,
         max_logit_bias=MAX_LOGIT_BIAS,
         block_tokens=int(config.cache_config.block_size) if config.cache_config.enable_prefix_caching else None,
+        kv_blocks=int(config.cache_config.num_gpu_blocks) if config.cache_config.num_gpu_blocks else None,
         moe=moe,
         eos_token_ids=endings,
         world_size=int(parallel.world_size),
