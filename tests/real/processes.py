@@ -29,6 +29,7 @@ VLLM_SETTINGS = {"VLLM_CPU_KVCACHE_SPACE": "1", "HF_HUB_OFFLINE": "1", "VLLM_NO_
 
 POLL_S = 0.1
 STOP_S = 20.0
+GRACE_S = 3.0
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,7 @@ class Supervised:
         pid_read, pid_write = os.pipe()
         with log.open("wb") as output:
             self._supervisor = subprocess.Popen(
-                [sys.executable, str(SUPERVISE), str(pid_write), str(stop_s), *command],
+                [sys.executable, str(SUPERVISE), str(pid_write), str(min(stop_s, GRACE_S)), *command],
                 stdin=subprocess.PIPE,
                 stdout=output,
                 stderr=subprocess.STDOUT,
