@@ -323,7 +323,8 @@ class Core:
         columns = draw(logprobs, uniforms, controls)[:, None]
         tokens = support.ids(columns)[:, 0]
         own = logprobs.gather(1, columns)
-        at = (slots, self.slots.lengths[slots])
+        lengths = self.slots.lengths.index_select(0, slots)
+        at = (slots, lengths)
         self.slots.tokens[at] = tokens
         if any(s.request.logprobs is not None for s in rows):
             self.slots.logprobs[at] = own[:, 0]
@@ -331,7 +332,7 @@ class Core:
             self._keep_alternatives(support, logprobs, rows, at)
         if any(s.request.sampling_mask for s in rows):
             _keep_masks(support, tokens, rows)
-        self.slots.lengths[slots] += 1
+        self.slots.lengths.index_copy_(0, slots, lengths + 1)
         self.generated_tokens += len(rows)
         finite = own[:, 0].isfinite().tolist()
         for sequence, token_id, usable in zip(rows, tokens.tolist(), finite, strict=True):

@@ -158,6 +158,11 @@ def _scalar(value: float) -> Tensor:
     return torch.tensor(value)
 
 
+@functools.cache
+def _numbers(count: int) -> Tensor:
+    return torch.arange(count)
+
+
 def attention_forward(
     self: Any,
     hidden_states: Tensor,
@@ -218,7 +223,7 @@ def experts_forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k
     """
     tokens, top_k = top_k_index.shape
     expert_ids, order = top_k_index.reshape(-1).sort()
-    ends = torch.searchsorted(expert_ids, torch.arange(self.num_experts), right=True, out_int32=True)
+    ends = torch.searchsorted(expert_ids, _numbers(self.num_experts), right=True, out_int32=True)
     x = hidden_states.index_select(0, order // top_k)
     gate, up = nn.functional.grouped_mm(x, self.gate_up_proj.transpose(1, 2), offs=ends).chunk(2, dim=-1)
     x = nn.functional.grouped_mm(self.act_fn(gate).mul_(up), self.down_proj.transpose(1, 2), offs=ends)
