@@ -22,6 +22,7 @@ Flags = npt.NDArray[np.bool_]
 MAX_FAST_ROW_BYTES: Final = 64 * 19  # beyond, walking along the rows costs more than reading them one by one
 _PADDING: Final = bytes(8)  # so that looking at a field never looks past the end
 _VARINT_BYTES: Final = 5
+_FLOAT_BYTES: Final = np.arange(1, 5)
 _TAG_TOKEN, _TAG_ID, _TAG_LOGPROB, _TAG_RANK = 0x0A, 0x08, 0x15, 0x18
 
 
@@ -40,6 +41,7 @@ def read_candidates(rows: Sequence[bytes]) -> Candidates:
     Raises:
         EngineProtocolError: a row that is none, or an id that does not fit int32.
     """
+    rows = list(rows)  # every walk along protobuf's own list makes all of its bytes again
     lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
     if lengths.size and int(lengths.max()) > MAX_FAST_ROW_BYTES:
         return _read_one_by_one(rows)
@@ -56,10 +58,8 @@ def _read_at_once(rows: Sequence[bytes], lengths: Positions) -> Candidates | Non
     row, at, end = found
     ids, at, fits = _varint(data, at, end, tag=_TAG_ID)
     has = (at < end) & (data[at] == _TAG_LOGPROB)
-    bits = np.zeros(at.size, dtype=np.uint32)
-    for i in range(4):
-        bits |= data[np.where(has, at + 1 + i, 0)].astype(np.uint32) << np.uint32(8 * i)
-    values = np.where(has, bits, np.uint32(0)).view(np.float32)
+    values = data[at[:, np.newaxis] + _FLOAT_BYTES].view("<f4")[:, 0].astype(np.float32, copy=False)
+    values[~has] = 0.0
     at = np.where(has, at + 5, at)
     ranks, at, fits_too = _varint(data, at, end, tag=_TAG_RANK)
     if not (fits.all() and fits_too.all() and np.array_equal(at, end)):

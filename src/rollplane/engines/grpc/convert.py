@@ -94,7 +94,6 @@ def to_wire(
     _check_sayable(request)
     wire = pb.GenerateRequest(
         request_id=request.request_id,
-        token_ids=pb.TokenIds(ids=request.token_ids.tolist()),
         temperature=float(params.get("temperature", 1.0)),
         sampling=pb.RandomSampling(
             num_sequences=1,
@@ -117,6 +116,7 @@ def to_wire(
         session_id=request.options.session_id,
         lora_name=request.adapter,
     )
+    wire.token_ids.ids.extend(request.token_ids.tolist())  # in place: a message that is given is copied
     _add_kv(wire, request)
     for item in request.features or ():
         wire.media.append(features_item(item, adapter=request.adapter))
