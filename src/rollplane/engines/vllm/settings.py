@@ -87,9 +87,14 @@ def check_engine_args(args: Any) -> None:
         _refuse("return-sampling-mask", "needs --logprobs-mode processed_logprobs, so that logprobs and masks agree")
 
 
-def needs_v2_runner(args: Any) -> str | None:
-    """The argument that works on vLLM's model runner V2 only, if one was given."""
-    for field in ("enable_return_routed_experts", "return_sampling_mask"):
+def needs_v2_runner(args: Any, *, line: str) -> str | None:
+    """The argument that works on vLLM's model runner V2 only, if one was given.
+
+    Args:
+        line: vLLM's release line; 0.29 returns routed experts on its first runner too.
+    """
+    fields = ("return_sampling_mask",) if line == "0.29" else ("enable_return_routed_experts", "return_sampling_mask")
+    for field in fields:
         if getattr(args, field, False):
             return "--" + field.replace("_", "-")
     return None

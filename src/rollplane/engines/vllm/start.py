@@ -32,7 +32,7 @@ def start_engine(settings: VllmSettings, api: VllmApi, progress: Progress, *, kv
             f"{_INSECURE} is set: vLLM would then run code out of request payloads; unset it", param="environment"
         )
     os.environ[_REDIRECTS] = "0"  # an allowed host must not send us to another one
-    needs_v2 = needs_v2_runner(args)
+    needs_v2 = needs_v2_runner(args, line=api.line)
     if needs_v2 is not None:
         os.environ.setdefault(_V2_RUNNER, "1")
     try:
