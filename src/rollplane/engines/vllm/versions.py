@@ -13,6 +13,7 @@ from typing import Any, Final
 
 import msgspec
 
+from rollplane.engines.vllm.per_token import collect_logprobs, read_arrays_plainly, time_tokens_plainly
 from rollplane.errors import InvalidRequest
 
 SUPPORTED: Final = ("0.31", "0.29")
@@ -161,6 +162,8 @@ def watch(engine: Any, on_death: Callable[[], None]) -> None:
 
     Left alone, vLLM begins with the first request, and a death before it goes unseen.
     """
+    read_arrays_plainly(engine.engine_core.decoder)
+    time_tokens_plainly(engine.output_processor)
     engine._run_output_handler()
     engine.output_handler.add_done_callback(lambda _: on_death())
 
@@ -171,7 +174,11 @@ async def submit(engine: Any, request_id: str, prompt: Any, params: Any, **optio
     `AsyncLLM.generate` is this call and a loop over the collector. The call alone says when a request is registered, and
     raises what is wrong with it before anything is awaited.
     """
-    return await engine.add_request(request_id, prompt, params, **options)
+    collector = await engine.add_request(request_id, prompt, params, **options)
+    state = engine.output_processor.request_states.get(collector.request_id)
+    if state is not None:
+        collect_logprobs(state, params)
+    return collector
 
 
 async def abort(engine: Any, collector: Any) -> None:
