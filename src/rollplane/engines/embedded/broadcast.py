@@ -55,7 +55,7 @@ class Receiver:
 
         def work() -> LoadedCheckpoint:
             tensors = group.receive(manifest, deadline_s=deadline_s)
-            layout.check_tied(tensors)
+            layout.check_values(tensors)
             return LoadedCheckpoint(Path(f"broadcast:{self._name}"), tensors, content_digest(tensors), manifest.bytes)
 
         return await self._run(work)

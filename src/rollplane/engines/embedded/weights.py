@@ -102,7 +102,7 @@ class CheckpointLayout:
             InvalidRequest: naming the tensors that are not.
         """
         self.check_specs({name: (list(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()})
-        self.check_tied(tensors)
+        self.check_values(tensors)
 
     def check_specs(self, specs: Mapping[str, tuple[Sequence[int], str]]) -> None:
         """Whether names, shapes and dtypes (by torch's names) are exactly this model's; before any value is there.
@@ -123,12 +123,17 @@ class CheckpointLayout:
             if dtype not in _READABLE:
                 raise InvalidRequest(f"tensor {name} has dtype {dtype}; readable are {', '.join(_READABLE)}")
 
-    def check_tied(self, tensors: Mapping[str, Tensor]) -> None:
-        """Whether tensors that this model ties are equal.
+    def check_values(self, tensors: Mapping[str, Tensor]) -> None:
+        """Whether every value is finite, and tensors that this model ties are equal.
+
+        A policy that diverged would make no usable token: every answer would fail on its log-probabilities.
 
         Raises:
-            InvalidRequest: naming the pair that is not.
+            InvalidRequest: naming the tensor, or the pair, that is not.
         """
+        broken = sorted(name for name, tensor in tensors.items() if not bool(torch.isfinite(tensor).all()))
+        if broken:
+            raise InvalidRequest(f"values that are not finite are in {_list(broken)}")
         for name, embedding in self.tied.items():
             if name in tensors and not torch.equal(tensors[name], tensors[embedding]):
                 raise InvalidRequest(f"tensor {name} differs from {embedding}, but this model ties them")
@@ -144,8 +149,10 @@ def read_safetensors(file: Path) -> dict[str, Tensor]:
     """The tensors of one safetensors file, read whole, so that what is checked is what is used.
 
     Raises:
-        InvalidRequest: the file is damaged or cannot be read.
+        InvalidRequest: the file is damaged, cannot be read, or is no regular file (a pipe would never end).
     """
+    if not file.is_file():
+        raise InvalidRequest(f"{file} is not a regular file")
     try:
         return safetensors.torch.load(file.read_bytes())
     except (SafetensorError, OSError) as error:

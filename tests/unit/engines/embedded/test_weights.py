@@ -1,3 +1,4 @@
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,8 @@ EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
         (lambda t: t.update({"extra.weight": torch.zeros(1)}), "unknown extra.weight"),
         (lambda t: t.update({EXPERT: t[EXPERT][:-1].clone()}), "up_proj.weight has shape"),
         (lambda t: t.update({EXPERT: t[EXPERT].to(torch.int8)}), "int8"),
+        (lambda t: t[EXPERT].view(-1)[7:8].fill_(float("nan")), f"not finite are in {EXPERT}"),
+        (lambda t: t[EXPERT].view(-1)[7:8].fill_(float("inf")), f"not finite are in {EXPERT}"),
     ],
 )
 def test_a_checkpoint_that_does_not_fit_is_refused_by_name_and_nothing_is_touched(
@@ -71,6 +74,12 @@ def test_a_damaged_file_is_refused(moe_dir: Path, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").write_bytes((moe_dir / "model.safetensors").read_bytes()[:-100])
     with pytest.raises(InvalidRequest, match="not a readable safetensors file"):
         CheckpointLayout(load_model(moe_dir)).read(tmp_path)
+
+
+def test_a_pipe_in_place_of_a_file_is_refused_and_not_waited_for(moe: CausalModel, tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "model.safetensors")
+    with pytest.raises(InvalidRequest, match="not a regular file"):
+        CheckpointLayout(moe).read(tmp_path)
 
 
 def test_a_directory_without_weights_is_not_found(moe: CausalModel, tmp_path: Path) -> None:
