@@ -89,7 +89,9 @@ class FrontendSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     workers: Annotated[list[str], _about("Base URLs of the workers, separated by commas")] = []
     workers_file: Annotated[str | None, _about("JSON or TOML file of worker URLs, followed while it changes")] = None
     worker_key_file: Annotated[str | None, _about("File whose first key is sent to the workers")] = None
-    router: Annotated[str | None, _about("Routing policy: prefix_aware (the default), least_loaded or round_robin")] = None
+    router: Annotated[str | None, _about("Routing policy: prefix_aware (the default), least_loaded or round_robin")] = (
+        None
+    )
     max_hold_s: Annotated[Seconds, _about("Longest wait of a request while nobody can serve")] = 600.0
     max_attempts: Annotated[Count, _about("Workers that one request is tried on after faults")] = 4
     initial_checkpoint: Annotated[
