@@ -22,9 +22,10 @@ from typing import Final, Literal
 
 from rollplane.engines.adapter_files import AdapterFiles, inspect_adapter
 from rollplane.engines.base import AdapterHost
-from rollplane.errors import Conflict, EngineFailed, NotFound, RollplaneError
+from rollplane.errors import Conflict, EngineFailed, InvalidRequest, NotFound, RollplaneError
 from rollplane.protocol.admin import AdapterRecord
 from rollplane.protocol.info import LoraCapability
+from rollplane.protocol.request import MAX_NAME_CHARS
 from rollplane.rl.base import Operation
 from rollplane.rl.operations import Operations
 
@@ -161,8 +162,13 @@ class AdapterTable:
         fails brings the old one back.
 
         Raises:
-            NotFound: no such files. InvalidRequest: files that do not fit. Conflict: no slot to load into.
+            NotFound: no such files. InvalidRequest: no name that a request could ask for, or files that do not fit.
+            Conflict: no slot to load into.
         """
+        if not 1 <= len(name) <= MAX_NAME_CHARS or not name.isprintable():
+            raise InvalidRequest(
+                f"lora_name must be 1 to {MAX_NAME_CHARS} printable characters, has {len(name)}", param="lora_name"
+            )
 
         async def work() -> AdapterRecord:
             async with self._locks.setdefault(name, asyncio.Lock()):

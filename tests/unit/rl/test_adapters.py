@@ -35,6 +35,15 @@ def table(host: FakeHost, *, slots: int = 4) -> AdapterTable:
     return AdapterTable(host, capability=LoraCapability(max=slots, rank=8))
 
 
+@pytest.mark.parametrize("name", ["", "a\nb", "x" * 1025])
+async def test_a_name_that_no_request_could_ask_for_is_refused(name: str, tmp_path: Path) -> None:
+    host = FakeHost()
+    adapters = table(host)
+    with pytest.raises(InvalidRequest, match="lora_name must be 1 to 1024 printable characters"):
+        await adapters.load(name, write_adapter(tmp_path / "a"))
+    assert adapters.records() == []
+
+
 async def test_a_reload_flips_the_name_at_once_and_keeps_the_old_generation_for_its_lease(tmp_path: Path) -> None:
     host = FakeHost()
     adapters = table(host)

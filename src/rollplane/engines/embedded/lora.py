@@ -14,6 +14,7 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
@@ -30,6 +31,16 @@ _HARMLESS = frozenset(
     }
 )  # fmt: skip
 """Settings of PEFT's LoraConfig that are honoured, or that say nothing about a trained adapter's forward."""
+
+
+class _Scales(msgspec.Struct, frozen=True):
+    """The settings that the forward computes with, which PEFT's record takes unchecked; null is PEFT's default."""
+
+    lora_alpha: float | None = None
+    use_rslora: bool | None = None
+    alpha_pattern: dict[str, float] | None = None
+    rank_pattern: dict[str, int] | None = None
+
 
 _PLAIN_INITS = (True, False, "gaussian", "orthogonal")
 """Initialisations that leave the base weights alone; others (PiSSA, OLoRA, ...) train against changed ones."""
@@ -85,7 +96,7 @@ class AdapterSet:
 
         Raises:
             NotFound: the directory or one of the two files is missing.
-            InvalidRequest: a setting, module, rank or shape that does not fit; by name.
+            InvalidRequest: a setting, module, rank, shape or value that does not fit; by name.
         """
         directory = Path(directory)
         for file in ("adapter_config.json", "adapter_model.safetensors"):
@@ -97,6 +108,8 @@ class AdapterSet:
             match = _KEY.match(key)
             if match is None:
                 raise InvalidRequest(f"adapter tensor {key} is not a LoRA matrix of a linear layer")
+            if not bool(torch.isfinite(tensor).all()):
+                raise InvalidRequest(f"adapter tensor {key} holds values that are not finite", param="lora_path")
             found.setdefault(match["module"], {})[match["side"]] = tensor.float()
         if not found:
             raise InvalidRequest(f"{directory} has no LoRA matrices")
@@ -206,9 +219,12 @@ def _read_config(directory: Path) -> Any:
     try:
         raw = json.loads(path.read_text(encoding="utf-8"))
         kind = raw.pop("peft_type", None)
-        known = {f.name for f in fields(LoraConfig)}
+        scales = msgspec.convert(raw, _Scales)
+        for pattern in (*(scales.alpha_pattern or ()), *(scales.rank_pattern or ())):
+            re.compile(pattern)
+        known = {f.name for f in fields(LoraConfig)} - {n for n in _Scales.__struct_fields__ if raw.get(n) is None}
         config = LoraConfig(**{name: value for name, value in raw.items() if name in known})
-    except (ValueError, TypeError, AttributeError) as error:
+    except (ValueError, TypeError, AttributeError, msgspec.MsgspecError, re.error) as error:
         raise InvalidRequest(f"{path} was refused: {error}", param="lora_path") from error
     if kind != "LORA":
         raise InvalidRequest(f"the adapter's peft_type is {kind}; only LORA is served", param="lora_path")

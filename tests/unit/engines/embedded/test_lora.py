@@ -146,6 +146,10 @@ def test_a_rank_over_the_limit_is_refused(make_runner: Make, own_moe: CausalMode
         ({"peft_type": "LOHA"}, "LOHA"),
         ({"peft_type": None}, "peft_type is None"),
         ({"setting_of_tomorrow": 3}, "setting_of_tomorrow=3"),
+        ({"lora_alpha": "x"}, r"Expected `float \| null`, got `str` - at `\$.lora_alpha`"),
+        ({"alpha_pattern": {"q_proj": []}}, "alpha_pattern"),
+        ({"rank_pattern": {"(": 8}}, "unterminated subpattern"),
+        ({"use_rslora": "yes"}, "use_rslora"),
     ],
 )
 def test_a_setting_that_is_not_served_is_refused_by_name(
@@ -170,6 +174,24 @@ def test_a_tensor_that_fits_no_layer_is_refused_by_name(
     path = changed(adapters["a@1"], tmp_path / "x", {}, rename)
     with pytest.raises(InvalidRequest, match=says):
         make_runner().core.adapters.read(path)
+
+
+def test_values_that_are_not_finite_are_refused_by_name(
+    make_runner: Make, adapters: dict[str, Path], tmp_path: Path
+) -> None:
+    path = changed(adapters["a@1"], tmp_path / "x", {})
+    tensors = load_file(path / "adapter_model.safetensors")
+    key = sorted(tensors)[3]
+    tensors[key][0, 0] = float("nan")
+    save_file(tensors, path / "adapter_model.safetensors")
+    with pytest.raises(InvalidRequest, match=f"{key} holds values that are not finite"):
+        make_runner().core.adapters.read(path)
+
+
+def test_null_settings_are_the_defaults(make_runner: Make, adapters: dict[str, Path], tmp_path: Path) -> None:
+    path = changed(adapters["a@1"], tmp_path / "x", {"alpha_pattern": None, "rank_pattern": None, "use_rslora": None})
+    read = make_runner().core.adapters.read
+    assert {n: p.scaling for n, p in read(path).items()} == {n: p.scaling for n, p in read(adapters["a@1"]).items()}
 
 
 def test_an_adapter_of_another_model_is_refused(make_runner: Make, tmp_path: Path) -> None:
