@@ -2,10 +2,10 @@
 
 Both run in this process over one `AsyncLLM` on uvloop, take the same HTTP bodies and give whole HTTP answers, so many at
 once; the engine core computes in a process of its own and is not counted. CPU seconds of this process per request, medians
-over rounds in which the two take turns. `AsyncLLM alone` is what neither can save: the same requests asked of vLLM as we
+over rounds in which the two take turns, vLLM's server with the stat loggers that it has by default. `AsyncLLM alone` is what neither can save: the same requests asked of vLLM as we
 ask them, their outputs thrown away.
 
-    .venv-vllm/bin/python bench/vllm_folding_cost.py [--prompt 2048] [--output 1024] [--at-once 8] [--rounds 5]
+    .venv-vllm/bin/python bench/vllm_folding_cost.py [--prompt 2048] [--output 1024] [--at-once 16] [--rounds 5]
 """
 
 import argparse
@@ -106,12 +106,22 @@ async def run(prompt: int, output: int, at_once: int, rounds: int) -> None:
             collector = await versions.submit(engine._engine, request.request_id, text, params)
             return len((await collector.get()).outputs[0].token_ids)
 
+        from vllm.v1.metrics.loggers import StatLoggerManager
+
+        manager = engine._engine.logger_manager
+        by_default = StatLoggerManager(engine._engine.vllm_config).stat_loggers
+        loggers = {
+            THEIRS: [*manager.stat_loggers, *by_default],
+            OURS: manager.stat_loggers,
+            ALONE: manager.stat_loggers,
+        }
         asks = {THEIRS: asking(theirs), OURS: asking(ours), ALONE: alone}
         for ask in asks.values():
             await ask()
         taken: dict[str, list[tuple[float, float]]] = {name: [] for name in asks}
         for _ in range(rounds):
             for name, ask in asks.items():
+                manager.stat_loggers = loggers[name]
                 taken[name].append(await measure(ask, at_once))
     cpu = {name: statistics.median(c for c, _ in values) for name, values in taken.items()}
     print(
@@ -129,7 +139,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--prompt", type=int, default=2048)
     parser.add_argument("--output", type=int, default=1024)
-    parser.add_argument("--at-once", type=int, default=8)
+    parser.add_argument("--at-once", type=int, default=16)
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
     uvloop.run(run(args.prompt, args.output, args.at_once, args.rounds))

@@ -19,10 +19,9 @@ ENGINE_ARGS = (
 )
 
 
-@asynccontextmanager
-async def running(model: Path, *engine_args: str, **settings: Any) -> AsyncIterator[VllmEngine]:
-    """A started engine that is closed afterwards."""
-    engine = VllmEngine(
+def make_engine(model: Path, *engine_args: str, **settings: Any) -> VllmEngine:
+    """An engine that is not started."""
+    return VllmEngine(
         VllmSettings(
             model=str(model),
             served_model_name=("policy",),
@@ -34,6 +33,12 @@ async def running(model: Path, *engine_args: str, **settings: Any) -> AsyncItera
             **settings,
         )
     )
+
+
+@asynccontextmanager
+async def running(model: Path, *engine_args: str, **settings: Any) -> AsyncIterator[VllmEngine]:
+    """A started engine that is closed afterwards."""
+    engine = make_engine(model, *engine_args, **settings)
     await engine.start()
     try:
         yield engine

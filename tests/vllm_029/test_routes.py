@@ -10,7 +10,7 @@ import pytest
 import pytest_asyncio
 import torch
 from tests.models.tiny import shared_model
-from tests.vllm.support import prompt, running
+from tests.vllm.support import make_engine, prompt
 from tests.waiting import until
 from transformers import AutoModelForCausalLM
 
@@ -28,17 +28,17 @@ pytestmark = pytest.mark.asyncio(loop_scope="module")
 LAYERS, TOP_K = 4, 2
 
 
-@pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def engine() -> AsyncIterator[VllmEngine]:
-    async with running(shared_model("qwen3-moe"), "--enable-return-routed-experts") as started:
-        yield started
+@pytest.fixture(scope="module")
+def engine() -> VllmEngine:
+    return make_engine(shared_model("qwen3-moe"), "--enable-return-routed-experts")
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
-async def worker(engine: VllmEngine) -> Worker:
+async def worker(engine: VllmEngine) -> AsyncIterator[Worker]:
     serving = Worker(engine)
     await serving.start()
-    return serving
+    yield serving
+    await serving.close()
 
 
 @pytest_asyncio.fixture(scope="module", loop_scope="module")

@@ -81,7 +81,10 @@ class VllmEngine:
 
         Raises:
             InvalidRequest: no vLLM, one that was not tried, or arguments it cannot have. EngineDied: it did not start.
+            Conflict: it was started before.
         """
+        if self._api is not None:
+            raise Conflict("the vLLM engine was started before; make another one")
         settings = self.settings
         api = self._api = versions.load_api(allow_untested=settings.allow_untested_vllm)
         sockets = self._sockets = tempfile.TemporaryDirectory(prefix="rollplane-kv-")

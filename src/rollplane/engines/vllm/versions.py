@@ -1,4 +1,5 @@
-"""Which vLLM is installed, where its parts are in that release, and the few of its insides that are read here only.
+"""Which vLLM is installed, where its parts are in that release, and the few of its insides that are read: here, and per token in
+`per_token`.
 
 Everything else in this package takes a `VllmApi`; nothing else imports vLLM. Supported are the releases in `SUPPORTED`;
 an unknown one is refused by name, because a part that moved or changed its meaning would show as wrong samples.
@@ -6,6 +7,7 @@ an unknown one is refused by name, because a part that moved or changed its mean
 
 import asyncio
 import importlib.metadata
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -85,6 +87,8 @@ def load_api(*, allow_untested: bool = False) -> VllmApi:
     """
     version = found_version()
     line = check_version(version, allow_untested=allow_untested)
+    # Standard output is for the line that programs read; vLLM's log, and that of the processes it starts, would come first.
+    os.environ.setdefault("VLLM_LOGGING_STREAM", "ext://sys.stderr")
     try:
         from vllm.engine.arg_utils import AsyncEngineArgs
         from vllm.inputs import mm_input, tokens_input
@@ -265,6 +269,12 @@ def progress_logger(api: VllmApi, progress: Progress) -> Any:
             """Nothing to say."""
 
     return ProgressLogger
+
+
+def keep_own_logger(engine: Any) -> None:
+    """Drop vLLM's Prometheus logger, which it adds whatever it was told: a seventh of the API side's work per step."""
+    manager = engine.logger_manager
+    manager.stat_loggers = manager.stat_loggers[:1]
 
 
 def make_sampling_params(api: VllmApi, fields: dict[str, Any]) -> Any:
