@@ -259,7 +259,10 @@ class _Plan:
             "admin_key_file": [str(self._key_file)],
             "root": self._roots,
         }
-        worker = {"name": f"worker-{index}", "public_url": None}
+        worker: dict[str, Any] = {"name": f"worker-{index}", "public_url": None}
+        threads = torch_threads(self._worker, workers=self._serve.workers, cores=len(os.sched_getaffinity(0)))
+        if threads is not None:
+            worker["engine_option"] = self._worker.engine_option | {"threads": str(threads)}
         return self._command("worker", f"worker-{index}", server=server, worker=worker)
 
     def frontend(self) -> list[str]:
@@ -285,6 +288,17 @@ class _Plan:
         file = self._directory / f"{name}.json"
         _write_private(file, msgspec.json.encode(tree).decode())
         return [command, "--config", str(file)]
+
+
+def torch_threads(worker: WorkerSettings, *, workers: int, cores: int) -> int | None:
+    """A worker's share of this machine's cores; None where something else says how many threads it has.
+
+    Left alone, torch takes every core in every worker. Its threads wait for each other by spinning: with more of them
+    than cores a step takes a hundred times as long.
+    """
+    if worker.engine != "embedded" or "threads" in worker.engine_option or "OMP_NUM_THREADS" in os.environ:
+        return None
+    return max(1, cores // workers)
 
 
 def _write_private(path: Path, text: str) -> None:
