@@ -198,6 +198,8 @@ async def test_an_engine_without_administration_says_so() -> None:
         ("/engine/load_lora", {"lora_name": "a", "source": {"uri": "/x", "key": 1}}, "key"),
         ("/engine/abort_request", {}, "request_id"),
         ("/pause?mode=never", None, "mode"),
+        ("/pause?mod=keep", None, "mod"),
+        ("/pause?mode=keep&mode=abort", None, "mode"),
         ("/pause?clear_cache=maybe", None, "clear_cache"),
     ],
 )

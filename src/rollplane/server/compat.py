@@ -91,6 +91,13 @@ class AbortManyBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 async def pause_(request: Request) -> Response:
     """vLLM's pause: mode and clear_cache in the query."""
     service: Service = request.app.state.service
+    names = [name for name, _ in request.query_params.multi_items()]
+    for name in names:  # a slip of the pen would otherwise abort every request, which is the default
+        if name not in ("mode", "clear_cache") or names.count(name) > 1:
+            what = "is not known" if names.count(name) == 1 else "is there more than once"
+            raise InvalidRequest(
+                f"query parameter {name[:32]!r} {what}; known are mode and clear_cache", param=name[:32]
+            )
     mode = request.query_params.get("mode", "abort")
     clear = query_flag(request.query_params, "clear_cache", default=True)
     if mode not in ("keep", "wait", "abort"):
