@@ -97,6 +97,31 @@ def test_a_running_request_may_finish_while_a_worker_drains(tmp_path: Path) -> N
     assert (status, len(answer["choices"][0]["token_ids"])) == (200, 60)
 
 
+def test_while_a_worker_drains_probes_and_new_requests_are_told_so(tmp_path: Path) -> None:
+    with running(
+        *("worker", "--port", "0", "--drain-s", "20", "--engine-option", "step_s=0.02"), log=tmp_path / "log"
+    ) as worker:
+        url = ready_line(worker, tmp_path / "log")["url"]
+        body = {"token_ids": [1], "sampling_params": {"max_tokens": 250, "ignore_eos": True}}
+        with ThreadPoolExecutor(1) as pool:
+            asked = pool.submit(ask, url, body=body)
+            while "rollplane_requests_in_flight 1.0" not in _metrics(url):
+                assert not asked.done()
+            worker.send_signal(signal.SIGTERM)
+            while '"draining"' not in _health(url):
+                assert not asked.done()
+            status, answer = ask(url)
+            assert (status, answer["error"]["code"], answer["error"]["retry_after_s"]) == (503, "unavailable", 1.0)
+            assert not asked.done()
+            assert asked.result(30)[0] == 200
+        assert worker.wait(30) == 0
+
+
+def _health(url: str) -> str:
+    with urllib.request.urlopen(f"{url}/health", timeout=20) as answer:
+        return str(answer.read().decode())
+
+
 def terminate_while_running(process: subprocess.Popen[str], url: str, *, max_tokens: int) -> tuple[int, Any]:
     """What a request gets during which the process is asked to stop."""
     body = {"token_ids": [1], "sampling_params": {"max_tokens": max_tokens, "ignore_eos": True}}

@@ -127,7 +127,7 @@ def make_server(app: ASGIApp, settings: ServerSettings) -> uvicorn.Server:
             timeout_keep_alive=KEEP_ALIVE_S,
             ssl_certfile=settings.tls_cert_file,
             ssl_keyfile=settings.tls_key_file,
-            timeout_graceful_shutdown=int(settings.drain_s + LAST_ANSWERS_S) + 1,
+            timeout_graceful_shutdown=int(LAST_ANSWERS_S) + 1,  # begins when the engine is closed
         )
     )
 
@@ -158,7 +158,7 @@ async def run(
     def stop(reason: str) -> None:
         if lifecycle.stopping.is_set():
             log.warning("stop_now", reason=reason)
-            server.force_exit = True
+            server.should_exit = server.force_exit = True
             return
         log.info("stop", reason=reason, in_flight=lifecycle.in_flight, drain_s=settings.drain_s)
         lifecycle.draining = True
@@ -183,9 +183,9 @@ async def run(
                 stop(f"the engine died: {reason}")
             lifecycle.draining = True
             lifecycle.stopping.set()
-            watchdog = _hard_stop(settings.drain_s + LAST_ANSWERS_S + HARD_STOP_S)
+            watchdog = _hard_stop(settings.drain_s + 2 * LAST_ANSWERS_S + HARD_STOP_S)
+            await _close_engine(service)  # the port stays open meanwhile: probes see `draining`, new requests a 503
             server.should_exit = True
-            await _close_engine(service)
             await serving
             watchdog.cancel()
             log.info("stopped")
