@@ -327,11 +327,17 @@ async def test_a_dead_server_ends_requests_and_shows_in_the_health(
     engine: GrpcEngine, server: processes.Server
 ) -> None:
     task = asyncio.create_task(ask(engine, max_tokens=LONG, ignore_eos=True))
-    await until(lambda: running_requests(server) >= 1, "the request to run")
+    stream = engine.generate(make_request(PROMPT, max_tokens=LONG, ignore_eos=True, stream=True))
+    async for event in stream:  # its first token says that both run: they are stepped together
+        if isinstance(event, ChoiceEvent):
+            break
     os.kill(server.pid, signal.SIGKILL)
 
     with pytest.raises(EngineDied):
         await task
+    with pytest.raises(EngineDied):
+        async for _ in stream:
+            pass
     health = await engine.health()
     assert (health.alive, health.state) == (False, "failed")
     with pytest.raises(EngineDied):
