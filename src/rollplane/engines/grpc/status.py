@@ -1,6 +1,7 @@
 """gRPC statuses as our errors: whose fault a failed call is."""
 
 from typing import Final
+from urllib.parse import unquote
 
 import grpc
 
@@ -72,7 +73,7 @@ def status_of(error: grpc.RpcError) -> tuple[grpc.StatusCode, str]:
     """Code and words of a failed call."""
     code = error.code() if hasattr(error, "code") else grpc.StatusCode.UNKNOWN
     details = error.details() if hasattr(error, "details") else str(error)
-    return code, details or ""
+    return code, unquote(details or "")  # vllm-rs escapes some of its words twice
 
 
 def _exhausted(message: str, details: str) -> RollplaneError:

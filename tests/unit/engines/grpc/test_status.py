@@ -56,6 +56,13 @@ def test_a_status_says_whose_fault_it_is(code, details, kind):
     assert details in error.message
 
 
+def test_words_that_were_escaped_twice_are_read_as_words() -> None:
+    error = error_from_rpc(failed(C.CANCELLED, "Timeout%20expired"), what="request r1")
+
+    assert type(error) is DeadlineExceeded
+    assert error.message == "request r1: Timeout expired"
+
+
 def test_an_overflow_has_the_words_that_clients_look_for():
     error = error_from_rpc(failed(C.INVALID_ARGUMENT, "prompt exceeds max_model_len 10"), what="request r1")
 
