@@ -97,15 +97,18 @@ def descendants(pid):
     return children + [below for child in children for below in descendants(child)]
 
 
-# Of the full run: an open fault, SIGINT is at times not obeyed within the bound.
-@pytest.mark.full
+def ignore_sigint():
+    """As a shell without job control does for what it starts in the background."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_an_interrupted_demo_leaves_no_process(tmp_path, number):
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, -9)])
+def test_an_interrupted_demo_leaves_no_process(tmp_path, number, code):
     out, said = tmp_path / "run", tmp_path / "output.log"
     command = demo("--steps", "500", "--out", str(out), imitation_steps=2)
     with said.open("wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=file)
+        process = subprocess.Popen(command, stdout=file, stderr=file, preexec_fn=ignore_sigint)
     descriptors = [os.pidfd_open(process.pid)]
     try:
         answered = out / "rollouts" / "before.npz"  # written once the fleet has answered
@@ -117,8 +120,8 @@ def test_an_interrupted_demo_leaves_no_process(tmp_path, number):
         assert len(below) >= 4, "serve, a frontend and two workers"
         descriptors += [os.pidfd_open(pid) for pid in below]
         process.send_signal(number)
-        assert process.wait(30) == 130, said.read_text()
-        assert all(select.select([one], [], [], 10)[0] for one in descriptors)
+        assert process.wait(30) == code, said.read_text()
+        assert all(select.select([one], [], [], 20)[0] for one in descriptors)
     finally:
         process.kill()
         process.wait()

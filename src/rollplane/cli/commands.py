@@ -51,7 +51,6 @@ app.command("serve")(
                 "frontend.workers_file",
                 "worker.name",
                 "worker.public_url",
-                "server.stop_with_stdin",
             }
         ),
     )

@@ -24,7 +24,7 @@ import structlog
 from rollplane.config import ENV_PREFIX, FrontendSettings, ServerSettings, ServeSettings, Settings, WorkerSettings
 from rollplane.errors import Unavailable
 from rollplane.server.auth import KeyRing, check_binding
-from rollplane.server.ops import bind, say_ready
+from rollplane.server.ops import bind, say_ready, stop_on_end_of_stdin
 
 STEADY_S: Final = 60.0
 """A child that lived this long starts again without a pause."""
@@ -167,7 +167,7 @@ async def _supervise(workers: list[Child], frontend: Child, *, server: ServerSet
     stop = asyncio.Event()
     children = list(workers)
     tasks = {asyncio.create_task(child.run(), name=child.name): child for child in workers}
-    with _stop_on_signals(stop, children):
+    with _stop_when_told(stop, children, with_stdin=server.stop_with_stdin):
         try:
             await _all_ready(workers, tasks, stop, limit_s=serve.start_timeout_s)
             if not stop.is_set():
@@ -333,10 +333,11 @@ def _check_port(server: ServerSettings) -> None:
 
 
 @contextlib.contextmanager
-def _stop_on_signals(stop: asyncio.Event, children: list[Child]) -> Generator[None, None, None]:
+def _stop_when_told(stop: asyncio.Event, children: list[Child], *, with_stdin: bool) -> Generator[None, None, None]:
+    """Set `stop` on SIGTERM, SIGINT or (where wanted) the end of standard input; the second time, kill the children."""
     loop = asyncio.get_running_loop()
 
-    def on_signal(name: str) -> None:
+    def told(name: str) -> None:
         if stop.is_set():
             log.warning("stop_now", reason=name)
             for child in children:
@@ -346,9 +347,10 @@ def _stop_on_signals(stop: asyncio.Event, children: list[Child]) -> Generator[No
         stop.set()
 
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, on_signal, number.name)
+        loop.add_signal_handler(number, told, number.name)
     try:
-        yield
+        with stop_on_end_of_stdin(told, wanted=with_stdin):
+            yield
     finally:
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.remove_signal_handler(number)

@@ -28,6 +28,8 @@ def demo(
     invariant or a check broke; with 130 on Ctrl-C. No process is left behind.
     """
     console = Console()
+    # Also where a shell without job control started this in the background, with SIGINT ignored: a supervisor's SIGINT ends it.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, _interrupt)  # so that `with` blocks end the fleet on a plain kill, too
     try:
         from rollplane.demo.run import Options, run  # torch and transformers load only here

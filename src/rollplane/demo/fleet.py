@@ -73,7 +73,7 @@ class Fleet:
             "--log-level": "warning",
         }
         words = [str(word) for option in options.items() for word in option]
-        return [sys.executable, "-m", "rollplane.cli.main", "serve", *words]
+        return [sys.executable, "-m", "rollplane.cli.main", "serve", "--stop-with-stdin", *words]
 
     def __repr__(self) -> str:
         state = "stopped" if self._process is None else f"pid {self._process.pid}"
@@ -86,7 +86,7 @@ class Fleet:
             ready = Path(directory) / "ready.json"
             self._process = subprocess.Popen(
                 self.command(ready),
-                stdin=subprocess.DEVNULL,
+                stdin=subprocess.PIPE,  # ours until the end of this process, however it ends
                 stdout=log,
                 stderr=log,
                 env=environment,
@@ -135,6 +135,8 @@ class Fleet:
             # Also where the leader is gone. Workers have groups of their own; they end when `serve` does.
             _signal_group(process.pid, signal.SIGKILL)
             process.wait()
+            if process.stdin is not None:
+                process.stdin.close()
 
 
 def _signal_group(group: int, number: signal.Signals) -> None:

@@ -164,7 +164,7 @@ async def run(
         lifecycle.draining = True
         lifecycle.stopping.set()
 
-    with _stop_on_signals(stop), _stop_on_end_of_stdin(stop, wanted=settings.stop_with_stdin):
+    with _stop_on_signals(stop), stop_on_end_of_stdin(stop, wanted=settings.stop_with_stdin):
         serving = asyncio.create_task(
             server.serve(sockets=[sock] if admin_sock is None else [sock, admin_sock]), name="http server"
         )
@@ -249,7 +249,8 @@ def _stop_on_signals(stop: Callable[[str], None]) -> Generator[None, None, None]
 
 
 @contextlib.contextmanager
-def _stop_on_end_of_stdin(stop: Callable[[str], None], *, wanted: bool) -> Generator[None, None, None]:
+def stop_on_end_of_stdin(stop: Callable[[str], None], *, wanted: bool) -> Generator[None, None, None]:
+    """Call `stop` with the reason once standard input has ended, where that is wanted."""
     if not wanted:
         yield
         return
