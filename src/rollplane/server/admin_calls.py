@@ -71,7 +71,7 @@ async def decode_body(request: Request, kind: type[Body], *, limit_bytes: int = 
     body = await read_body(
         request.receive,
         limit_bytes=limit_bytes,
-        declared=request.headers.get("content-length"),
+        headers=request.headers,
         timeout_s=60.0,
     )
     content_type = request.headers.get("content-type", "application/json").split(";", 1)[0].strip().lower()

@@ -38,7 +38,7 @@ async def generate(request: Request) -> ASGIApp:
         body = await read_body(
             request.receive,
             limit_bytes=service.settings.max_body_bytes,
-            declared=request.headers.get("content-length"),
+            headers=request.headers,
             timeout_s=service.settings.body_timeout_s,
         )
         asked = await read_request(request, body, service)

@@ -65,7 +65,7 @@ async def _read(request: Request, service: Service) -> GenerateRequest:
     body = await read_body(
         request.receive,
         limit_bytes=service.settings.max_body_bytes,
-        declared=request.headers.get("content-length"),
+        headers=request.headers,
         timeout_s=service.settings.body_timeout_s,
     )
     hop = await service.in_pool(decode_hop_request, body, big=len(body) > BIG_BODY_BYTES)

@@ -3,14 +3,14 @@
 import asyncio
 
 from starlette.requests import Request
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Send
 
-from rollplane.errors import Cancelled, NotFound
+from rollplane.errors import NotFound
 from rollplane.protocol.hop import FRAMES
 from rollplane.protocol.kv_events import KvBatch, encode_batch_frame
 from rollplane.protocol.state import HEARTBEAT_S
 from rollplane.server.service import Service
-from rollplane.server.watch import run_watched
+from rollplane.server.watch import WatchedAnswer
 from rollplane.worker import Worker
 
 BIG_BATCH_EVENTS = 256
@@ -29,7 +29,7 @@ async def kv_events(request: Request) -> ASGIApp:
     return KvEventStream(service, service.worker)
 
 
-class KvEventStream:
+class KvEventStream(WatchedAnswer):
     """The ASGI answer of one follower."""
 
     def __init__(self, service: Service, worker: Worker) -> None:
@@ -39,14 +39,8 @@ class KvEventStream:
     def __repr__(self) -> str:
         return f"<KvEventStream of {self._worker!r}>"
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def send_all(self, send: Send) -> None:
         """Send batches until the reader leaves, the engine ends or the process stops."""
-        try:
-            await run_watched(self._send(send), receive)
-        except Cancelled:
-            return
-
-    async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", FRAMES.encode())]})
         feed = self._worker.kv_feed()
         batch: asyncio.Task[KvBatch | None] | None = None

@@ -5,14 +5,14 @@ from collections.abc import AsyncGenerator
 
 from starlette.requests import Request
 from starlette.responses import Response
-from starlette.types import ASGIApp, Receive, Scope, Send
+from starlette.types import ASGIApp, Send
 
-from rollplane.errors import Cancelled, NotFound
+from rollplane.errors import NotFound
 from rollplane.protocol.hop import FRAMES
 from rollplane.protocol.request import MSGPACK
 from rollplane.protocol.state import HEARTBEAT_S, WorkerState, encode_state, encode_state_frame
 from rollplane.server.service import Service
-from rollplane.server.watch import run_watched
+from rollplane.server.watch import WatchedAnswer
 from rollplane.worker import Worker
 
 BEAT_S = min(1.0, HEARTBEAT_S)
@@ -38,7 +38,7 @@ async def state(request: Request) -> ASGIApp:
     return Response(encode_state(await worker_state(service.worker, service)), media_type=MSGPACK)
 
 
-class StateStream:
+class StateStream(WatchedAnswer):
     """The ASGI answer of a watched state."""
 
     def __init__(self, service: Service, worker: Worker) -> None:
@@ -48,14 +48,8 @@ class StateStream:
     def __repr__(self) -> str:
         return f"<StateStream of {self._worker!r}>"
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+    async def send_all(self, send: Send) -> None:
         """Send states until the reader leaves or the process stops."""
-        try:
-            await run_watched(self._send(send), receive)
-        except Cancelled:
-            return
-
-    async def _send(self, send: Send) -> None:
         await send({"type": "http.response.start", "status": 200, "headers": [(b"content-type", FRAMES.encode())]})
         beats = _beats(self._worker, self._service)
         try:

@@ -6,29 +6,36 @@ waiting for it.
 
 import asyncio
 import contextlib
-from collections.abc import Coroutine
+from abc import ABC, abstractmethod
+from collections.abc import Coroutine, Mapping
 from typing import Any, TypeVar
 
-from starlette.types import Receive
+from starlette.types import Receive, Scope, Send
 
-from rollplane.errors import Cancelled, PayloadTooLarge, Unavailable
+from rollplane.errors import Cancelled, PayloadTooLarge, Unavailable, UnsupportedMedia
 
 T = TypeVar("T")
 
 
-async def read_body(receive: Receive, *, limit_bytes: int, declared: str | None, timeout_s: float) -> bytes:
+async def read_body(receive: Receive, *, limit_bytes: int, headers: Mapping[str, str], timeout_s: float) -> bytes:
     """The request's whole body.
 
     Args:
         limit_bytes: largest body; a declared Content-Length over it is refused before anything is read.
-        declared: the Content-Length header.
+        headers: the request's; a Content-Encoding is refused, since a small body could unpack to any size.
         timeout_s: longest time for all of it to arrive.
 
     Raises:
-        PayloadTooLarge: the message says the limit.
+        PayloadTooLarge: the message says the limit. UnsupportedMedia: the body is compressed.
         Cancelled: the caller went away.
         Unavailable: it did not arrive in time.
     """
+    coding = headers.get("content-encoding", "identity").strip().lower()
+    if coding not in ("identity", ""):
+        raise UnsupportedMedia(
+            f"Content-Encoding {coding[:64]!r} is not read here; send the body as it is", param="Content-Encoding"
+        )
+    declared = headers.get("content-length")
     if declared is not None and declared.isdigit() and int(declared) > limit_bytes:
         raise PayloadTooLarge(f"the body has {int(declared)} bytes, the limit is {limit_bytes}")
     parts: list[bytes] = []
@@ -77,3 +84,16 @@ async def run_watched(work: Coroutine[Any, Any, T], receive: Receive) -> T:
             await task
         with contextlib.suppress(asyncio.CancelledError):
             await gone
+
+
+class WatchedAnswer(ABC):
+    """An ASGI answer that is sent until it ends or its reader leaves."""
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Send it; a reader that leaves ends it."""
+        with contextlib.suppress(Cancelled):
+            await run_watched(self.send_all(send), receive)
+
+    @abstractmethod
+    async def send_all(self, send: Send) -> None:
+        """Send the whole answer, head and body."""

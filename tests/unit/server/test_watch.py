@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from rollplane.errors import Cancelled, InvalidRequest, PayloadTooLarge, Unavailable
+from rollplane.errors import Cancelled, InvalidRequest, PayloadTooLarge, Unavailable, UnsupportedMedia
 from rollplane.server.watch import read_body, run_watched
 
 Messages = list[dict[str, Any]]
@@ -31,8 +31,9 @@ def part(body: bytes, *, more: bool = True) -> dict[str, Any]:
 HANG_UP = {"type": "http.disconnect"}
 
 
-async def read(messages: Messages, *, limit: int = 10, declared: str | None = None, timeout_s: float = 5.0) -> bytes:
-    return await read_body(receiver(messages), limit_bytes=limit, declared=declared, timeout_s=timeout_s)
+async def read(messages: Messages, *, limit: int = 10, timeout_s: float = 5.0, **headers: str) -> bytes:
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return await read_body(receiver(messages), limit_bytes=limit, headers=named, timeout_s=timeout_s)
 
 
 async def test_a_body_is_its_parts_joined() -> None:
@@ -47,7 +48,15 @@ async def test_a_body_at_the_limit_passes_and_one_byte_more_does_not() -> None:
 
 async def test_a_declared_length_over_the_limit_is_refused_unread() -> None:
     with pytest.raises(PayloadTooLarge, match="has 11 bytes, the limit is 10"):
-        await read([], declared="11")
+        await read([], content_length="11")
+
+
+@pytest.mark.parametrize("coding", ["gzip", "br", "deflate, gzip", "Zstd"])
+async def test_a_compressed_body_is_refused_unread(coding: str) -> None:
+    with pytest.raises(UnsupportedMedia, match="is not read here") as refused:
+        await read([], content_encoding=coding)
+    assert refused.value.param == "Content-Encoding"
+    assert await read([part(b"ab", more=False)], content_encoding="identity") == b"ab"
 
 
 async def test_hanging_up_inside_the_body_is_seen() -> None:
