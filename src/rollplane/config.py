@@ -52,7 +52,9 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     ] = "structured"
     stall_s: Annotated[Seconds, _about("Work without progress for this long is reported as unhealthy")] = 120.0
     write_stall_s: Annotated[Seconds, _about("A stream's reader that takes nothing for this long is cut off")] = 300.0
+    head_timeout_s: Annotated[Seconds, _about("Longest time for a request's line and headers to arrive")] = 30.0
     body_timeout_s: Annotated[Seconds, _about("Longest time for a request's body to arrive")] = 120.0
+    max_connections: Annotated[Count, _about("Connections at once; requests on further ones get a 503")] = 16_384
     drain_s: Annotated[float, Meta(ge=0), _about("How long running requests may take to finish at the end")] = 20.0
     ready_file: Annotated[str | None, _about("File that gets a JSON line once the server accepts requests")] = None
     stop_with_stdin: Annotated[bool, _about("Stop when standard input ends (its parent is gone)")] = False

@@ -7,11 +7,13 @@
     |   |-- Unauthenticated        401  no key, or an unknown one
     |   |-- Forbidden              403  a key without the scope, or a path outside the allowed roots
     |   |-- NotFound               404  unknown model, adapter, request, route or file
+    |   |-- HeadTimeout            408  the request's line and headers did not arrive in time
     |   |-- Conflict               409  a state forbids it: a live request id with another body, a version nobody has, a reset that could not reset
     |   |   `-- PreconditionFailed  409  a worker has another policy version or adapter generation than was asked for
     |   |-- PayloadTooLarge        413  over a body or payload limit; the message says the limit
     |   |-- UnsupportedMedia       415  a content type nobody reads here
-    |   `-- IdempotencyMismatch    422  an idempotency key that was used with another body
+    |   |-- IdempotencyMismatch    422  an idempotency key that was used with another body
+    |   `-- HeadTooLarge           431  the request's line and headers are longer than the server reads
     |-- ServiceError           the service cannot do it now; asking again later may help
     |   |-- Overloaded             429  over a configured limit
     |   |-- Unavailable            503  asleep, draining, no worker
@@ -103,6 +105,13 @@ class NotFound(CallerError):
     code = "not_found"
 
 
+class HeadTimeout(CallerError):
+    """408: the request's line and headers did not arrive in time."""
+
+    status = 408
+    code = "head_timeout"
+
+
 class Conflict(CallerError):
     """409: the state forbids it."""
 
@@ -139,6 +148,13 @@ class IdempotencyMismatch(CallerError):
 
     status = 422
     code = "idempotency_mismatch"
+
+
+class HeadTooLarge(CallerError):
+    """431: the request's line and headers are longer than the server reads."""
+
+    status = 431
+    code = "head_too_large"
 
 
 class ServiceError(RollplaneError):

@@ -28,6 +28,8 @@ TREE = {
     "NotFound": (404, CallerError, False),
     "Conflict": (409, CallerError, False),
     "PreconditionFailed": (409, CallerError, False),
+    "HeadTimeout": (408, CallerError, False),
+    "HeadTooLarge": (431, CallerError, False),
     "PayloadTooLarge": (413, CallerError, False),
     "UnsupportedMedia": (415, CallerError, False),
     "IdempotencyMismatch": (422, CallerError, False),

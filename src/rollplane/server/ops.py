@@ -13,6 +13,7 @@ import ssl
 import sys
 import threading
 from collections.abc import Callable, Generator
+from functools import partial
 from pathlib import Path
 from typing import Any, Final
 
@@ -23,6 +24,7 @@ from starlette.types import ASGIApp
 
 from rollplane.config import ServerSettings
 from rollplane.errors import EngineDied, InvalidRequest
+from rollplane.server.connections import Connection
 from rollplane.server.service import Service
 
 KEEP_ALIVE_S: Final = 75
@@ -117,7 +119,7 @@ def make_server(app: ASGIApp, settings: ServerSettings) -> uvicorn.Server:
     return _Server(
         uvicorn.Config(
             app,
-            http="httptools",
+            http=partial(Connection, settings=settings),  # type: ignore[arg-type]  # called as the class would be
             ws="none",
             lifespan="off",
             log_config=None,
