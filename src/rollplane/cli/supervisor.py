@@ -12,7 +12,6 @@ import secrets
 import signal
 import socket
 import sys
-import tempfile
 import time
 from collections.abc import Generator
 from pathlib import Path
@@ -21,6 +20,7 @@ from typing import Any, Final, Literal
 import msgspec
 import structlog
 
+from rollplane.cli.private_directory import private_directory
 from rollplane.config import ENV_PREFIX, FrontendSettings, ServerSettings, ServeSettings, Settings, WorkerSettings
 from rollplane.errors import Unavailable
 from rollplane.server.auth import KeyRing, check_binding
@@ -39,7 +39,7 @@ log = structlog.get_logger("rollplane.serve")
 class Child:
     """One child process, started again with a growing pause when it ends by itself."""
 
-    def __init__(self, name: str, arguments: list[str], *, settings: ServeSettings) -> None:
+    def __init__(self, name: str, arguments: list[str], *, settings: ServeSettings, inherits: int) -> None:
         self.name = name
         self.state: ChildState = "starting"
         self.restarts = 0
@@ -48,6 +48,7 @@ class Child:
         self.ready = asyncio.Event()
         self._arguments = arguments
         self._settings = settings
+        self._inherits = inherits  # a descriptor: the lock of the directory that it reads from
         self._process: asyncio.subprocess.Process | None = None
         self._stopping = asyncio.Event()
 
@@ -103,6 +104,7 @@ class Child:
             stdout=asyncio.subprocess.PIPE,
             env=_child_environment(),
             process_group=0,
+            pass_fds=(self._inherits,),
         )
         self._process = process
         log.info("child_started", child=self.name, pid=process.pid)
@@ -156,10 +158,10 @@ async def run_serve(settings: Settings) -> None:
     keys = KeyRing(server.data_key_file, server.admin_key_file)
     check_binding(server.host, keys)
     _check_port(server)
-    with tempfile.TemporaryDirectory(prefix="rollplane-") as private:
-        plan = _Plan(settings, directory=Path(private), open_to_all=keys.open)
-        workers = [Child(f"worker-{i}", plan.worker(i), settings=serve) for i in range(serve.workers)]
-        frontend = Child("frontend", plan.frontend(), settings=serve)
+    with private_directory() as (private, lock):
+        plan = _Plan(settings, directory=private, open_to_all=keys.open)
+        workers = [Child(f"worker-{i}", plan.worker(i), settings=serve, inherits=lock) for i in range(serve.workers)]
+        frontend = Child("frontend", plan.frontend(), settings=serve, inherits=lock)
         await _supervise(workers, frontend, server=server, serve=serve)
 
 

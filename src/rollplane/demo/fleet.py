@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import tempfile
 import time
 from pathlib import Path
 from types import TracebackType
@@ -82,8 +81,9 @@ class Fleet:
     def __enter__(self) -> Self:
         self.log.parent.mkdir(parents=True, exist_ok=True)
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-        with tempfile.TemporaryDirectory() as directory, self.log.open("wb") as log:
-            ready = Path(directory) / "ready.json"
+        ready = self.log.with_suffix(".ready")  # in the run's directory: a killed run leaves nothing elsewhere
+        ready.unlink(missing_ok=True)
+        with self.log.open("wb") as log:
             self._process = subprocess.Popen(
                 self.command(ready),
                 stdin=subprocess.PIPE,  # ours until the end of this process, however it ends
@@ -97,6 +97,8 @@ class Fleet:
             except BaseException:
                 self._stop()
                 raise
+            finally:
+                ready.unlink(missing_ok=True)
         return self
 
     def __exit__(

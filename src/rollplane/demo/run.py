@@ -3,6 +3,7 @@
 import asyncio
 import shutil
 import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -10,13 +11,13 @@ from typing import Any
 import torch
 import transformers
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from rollplane.client.admin import AdminClient
 from rollplane.client.client import Client
 from rollplane.demo import grpo
 from rollplane.demo.fleet import Fleet
 from rollplane.demo.models import make_model, save_model
+from rollplane.demo.phases import Phases
 from rollplane.demo.recompute import recompute
 from rollplane.demo.report import print_report, write_report
 from rollplane.demo.stress import OUTPUT_TOKENS, PROMPT_TOKENS, SEQUENCES, roll_out_stress, save_stress_model
@@ -63,13 +64,13 @@ def run(options: Options, console: Console) -> dict[str, Any]:
     _prepare(options)
     torch.set_num_threads(1)  # the engines share these cores
     transformers.utils.logging.disable_progress_bar()
-    with _bars(console) as bars:
-        model = _imitate(options, bars)
-        progress = _learn(options, model, bars)
-        _stress(options, bars)
-        task = bars.add_task("recompute from saved files", total=1, note="")
+    with Phases(console) as phases:
+        model = _imitate(options, phases)
+        progress = _learn(options, model, phases)
+        _stress(options, phases)
+        phase = phases.begin("recompute from saved files", total=None)
         figures = recompute(options.out)
-        bars.advance(task)
+        phase.end()
     report = {
         "options": {**asdict(options), "out": str(options.out)},
         "reward_before": progress.reward_before,
@@ -101,7 +102,8 @@ def _prepare(options: Options) -> None:
         raise InvalidRequest(
             f"engine_dtype must be bfloat16 or float32, got {options.engine_dtype!r}", param="engine_dtype"
         )
-    made = {"checkpoints", "rollouts", "fleet.log", "stress.log", "report.json", "report.html"}
+    made = {"checkpoints", "rollouts", "report.json", "report.html"}
+    made |= {f"{fleet}.{kind}" for fleet in ("fleet", "stress") for kind in ("log", "ready")}
     if options.out.exists():
         foreign = sorted(path.name for path in options.out.iterdir() if path.name not in made)
         if foreign:
@@ -114,28 +116,16 @@ def _prepare(options: Options) -> None:
         (options.out / name).unlink(missing_ok=True)
 
 
-def _bars(console: Console) -> Progress:
-    return Progress(
-        SpinnerColumn(),
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TextColumn("{task.fields[note]}"),
-        console=console,
-    )
-
-
-def _imitate(options: Options, bars: Progress) -> Any:
-    task = bars.add_task("imitate a noisy demonstrator", total=IMITATION_STEPS, note="")
+def _imitate(options: Options, phases: Phases) -> Any:
+    phase = phases.begin("imitate a noisy demonstrator", total=IMITATION_STEPS)
     model = make_model(vocabulary=grpo.VOCABULARY, top_k=2, seed=options.seed, eos=grpo.EOS, pad=grpo.PAD)
-    grpo.imitate(model, seed=options.seed, steps=IMITATION_STEPS, advance=lambda: bars.advance(task))
+    grpo.imitate(model, seed=options.seed, steps=IMITATION_STEPS, advance=phase.advance)
     save_model(model, options.out / "checkpoints" / "v0")
     return model
 
 
-def _learn(options: Options, model: Any, bars: Progress) -> grpo.Progress:
-    task = bars.add_task("start the fleet", total=None, note="")
+def _learn(options: Options, model: Any, phases: Phases) -> grpo.Progress:
+    starting = phases.begin("start the fleet", total=None)
     fleet = Fleet(
         options.out / "checkpoints" / "v0",
         workers=options.workers,
@@ -145,7 +135,7 @@ def _learn(options: Options, model: Any, bars: Progress) -> grpo.Progress:
         log=options.out / "fleet.log",
     )
 
-    async def learn() -> grpo.Progress:
+    async def learn(advance: Callable[[str], None]) -> grpo.Progress:
         async with (
             Client(fleet.base_url, timeout_s=REQUEST_TIMEOUT_S) as client,
             AdminClient(fleet.base_url) as admin,
@@ -157,16 +147,16 @@ def _learn(options: Options, model: Any, bars: Progress) -> grpo.Progress:
                 steps=options.steps,
                 seed=options.seed,
                 out=options.out,
-                advance=lambda note: bars.update(task, advance=1, note=note),
+                advance=advance,
             )
 
     with fleet:
-        bars.update(task, description="GRPO", total=options.steps, completed=0)
-        return asyncio.run(learn())
+        starting.end()
+        return asyncio.run(learn(phases.begin("GRPO", total=options.steps).advance))
 
 
-def _stress(options: Options, bars: Progress) -> None:
-    task = bars.add_task("routing stress", total=1, note="")
+def _stress(options: Options, phases: Phases) -> None:
+    phase = phases.begin("routing stress", total=None)
     fleet = Fleet(
         save_stress_model(options.out / "checkpoints" / "stress"),
         workers=1,
@@ -182,7 +172,7 @@ def _stress(options: Options, bars: Progress) -> None:
 
     with fleet:
         asyncio.run(roll_out())
-    bars.advance(task)
+    phase.end()
 
 
 def _checks(report: dict[str, Any]) -> dict[str, bool]:
