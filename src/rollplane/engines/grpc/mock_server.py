@@ -16,6 +16,7 @@ from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 
 from rollplane.engines.base import AdapterHost, Engine, WeightReceiver
 from rollplane.engines.grpc.mock_convert import AnswerWriter, from_wire
+from rollplane.engines.grpc.mock_transfer import MockTransfer
 from rollplane.engines.grpc.proto import control_pb2
 from rollplane.engines.grpc.proto import inference_pb2 as pb
 from rollplane.engines.grpc.services import CONTROL, INFERENCE, service_handler
@@ -76,6 +77,7 @@ class MockVllmServer:
         multimodal: what GetModelInfo reports; None: whether the engine takes features.
         max_request_bytes: larger requests are refused.
         recorded_calls: how many of the last inference calls are kept in `calls`.
+        transfer_backend, sleep_mode: as vLLM was started; see `MockTransfer`.
         credentials: TLS.
     """
 
@@ -90,6 +92,8 @@ class MockVllmServer:
         multimodal: bool | None = None,
         max_request_bytes: int = MAX_REQUEST_BYTES,
         recorded_calls: int = 10_000,
+        transfer_backend: str | None = None,
+        sleep_mode: bool = False,
         credentials: grpc.ServerCredentials | None = None,
     ) -> None:
         self.engine = engine
@@ -97,6 +101,9 @@ class MockVllmServer:
         self.calls: deque[RecordedCall] = deque(maxlen=recorded_calls)
         self.called = asyncio.Event()
         """Set at every recorded call; clear it to wait for the next one."""
+        self.transfer = MockTransfer(
+            engine if isinstance(engine, WeightReceiver) else None, backend=transfer_backend, sleep_mode=sleep_mode
+        )
         self._address = address
         self._cut = tokens_per_message
         self._model_id = model_id
@@ -219,6 +226,7 @@ class MockVllmServer:
             "GetModelInfo": self._model_info,
             "GetKvEventSources": self._kv_event_sources,
             "Abort": self._abort_requests,
+            **self.transfer.calls(),
         }
         if isinstance(self.engine, WeightReceiver):
             calls |= {
@@ -253,7 +261,7 @@ class MockVllmServer:
             max_running_requests=info.max_num_seqs,
             max_batched_tokens=info.max_model_len,
             max_loras=0 if lora is None else lora.max,
-            rl_capabilities=control_pb2.RlCapabilities(),
+            rl_capabilities=self.transfer.capabilities(),
         )
 
     async def _model_info(self, request: Any) -> control_pb2.ModelInfo:
