@@ -31,9 +31,9 @@ ci: ## Run what CI runs, from the set-up on
 full: ## Run everything, with what is too long for CI
 	bash .ci/full
 
-docs: ## Build the API reference into build/docs
-	$(BIN)/pip install --quiet 'pdoc>=15'
-	$(BIN)/pdoc --docformat google --output-directory build/docs rollplane
+docs: ## Build the documentation site into build/site
+	$(BIN)/pip install --quiet -c constraints.txt -e '.[docs]'
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 proto: ## Make the Python of the gRPC contract from its .proto files
 	bash scripts/generate_grpc.sh
