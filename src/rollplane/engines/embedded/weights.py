@@ -13,9 +13,10 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
+from rollplane.engines.checkpoint_files import check_places, weight_files
 from rollplane.engines.embedded.model import CausalModel
 from rollplane.engines.tensors import content_digest
-from rollplane.errors import InvalidRequest, NotFound
+from rollplane.errors import InvalidRequest
 
 _READABLE = ("float32", "bfloat16", "float16")
 """Floating dtypes that a checkpoint may have; they become the engine's dtype, as when a model is first loaded."""
@@ -76,21 +77,21 @@ class CheckpointLayout:
         """Read a checkpoint directory into memory and check it; the model is not touched.
 
         Raises:
-            NotFound: no such directory, or no safetensors files in it.
-            InvalidRequest: a damaged file, or tensors that are unknown, missing, doubled, or of another shape or kind.
+            NotFound: no such directory, no safetensors files in it, or not all that its index names.
+            InvalidRequest: a damaged file or index, or tensors that are unknown, missing, doubled, not where the index
+                says, or of another shape or kind.
         """
         directory = Path(directory)
-        if not directory.is_dir():
-            raise NotFound(f"{directory} is not a directory")
-        files = sorted(directory.glob("*.safetensors"))
-        if not files:
-            raise NotFound(f"{directory} has no *.safetensors files")
+        files, weight_map = weight_files(directory)
         tensors: dict[str, Tensor] = {}
+        places: dict[str, str] = {}
         for file in files:
             for name, tensor in read_safetensors(file).items():
                 if name in tensors:
                     raise InvalidRequest(f"tensor {name} is in two files of {directory}")
-                tensors[name] = tensor
+                tensors[name], places[name] = tensor, file.name
+        if weight_map is not None:
+            check_places(places, weight_map, directory=directory)
         self.check(tensors)
         size = sum(t.numel() * t.element_size() for t in tensors.values())
         return LoadedCheckpoint(directory, tensors, content_digest(tensors), size)

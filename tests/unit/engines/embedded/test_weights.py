@@ -89,6 +89,21 @@ def test_a_directory_without_weights_is_not_found(moe: CausalModel, tmp_path: Pa
         CheckpointLayout(moe).read(tmp_path)
 
 
+def test_a_checkpoint_in_shards_is_read_by_its_index(moe: CausalModel, moe_dir: Path, tmp_path: Path) -> None:
+    layout = CheckpointLayout(moe)
+    AutoModelForCausalLM.from_pretrained(moe_dir).save_pretrained(tmp_path, max_shard_size="200KB")
+    shards = sorted(tmp_path.glob("model-*.safetensors"))
+    assert len(shards) > 2
+    (tmp_path / "consolidated.safetensors").write_bytes((moe_dir / "model.safetensors").read_bytes())
+    assert layout.read(tmp_path).digest == layout.read(moe_dir).digest
+    shards[1].rename(shards[1].with_suffix(".part"))
+    with pytest.raises(NotFound, match=shards[1].name):
+        layout.read(tmp_path)
+    save_file(load_file(shards[0]), shards[1])
+    with pytest.raises(InvalidRequest, match="in two files"):
+        layout.read(tmp_path)
+
+
 def test_the_digest_is_of_the_content_not_of_the_files(moe: CausalModel, moe_dir: Path, tmp_path: Path) -> None:
     layout = CheckpointLayout(moe)
     tensors = load_file(moe_dir / "model.safetensors")
