@@ -96,6 +96,9 @@ class FrontendSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     )
     max_hold_s: Annotated[Seconds, _about("Longest wait of a request while nobody can serve")] = 600.0
     max_attempts: Annotated[Count, _about("Workers that one request is tried on after faults")] = 4
+    silent_s: Annotated[
+        float, Meta(ge=2), _about("A worker that says nothing for so long is lost; its requests move")
+    ] = 15.0
     initial_checkpoint: Annotated[
         str | None, _about("Checkpoint that workers start with: what the first update can be rolled back to")
     ] = None

@@ -17,6 +17,7 @@ import msgspec
 
 from rollplane.admission import check_request, effective_sampling, request_warnings
 from rollplane.engines.base import AdapterHost, BroadcastReceiver, Engine, KvEventSource, WeightReceiver
+from rollplane.engines.wrappers.key_book import KeyBook
 from rollplane.engines.wrappers.live import KeepLimits, LiveRequests
 from rollplane.errors import Conflict, DeadlineExceeded, EngineProtocolError, InvalidRequest, NotFound, Unavailable
 from rollplane.identity import engine_salt, identify
@@ -86,6 +87,7 @@ class Worker:
         self.policy: PolicyControl | None = None
         self.broadcast: BroadcastControl | None = None
         self.adapter_table: AdapterTable | None = None
+        self.keys = KeyBook()
         self._live = LiveRequests(_Admitted(self), keep=self.settings.keep)
         self._sequence = VersionSequence("default")
         self._changed = asyncio.Event()

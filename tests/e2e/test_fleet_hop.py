@@ -217,6 +217,31 @@ async def test_dropped_requests_end_at_once_and_the_worker_hears_of_it() -> None
             await engine.close()
 
 
+async def test_what_waits_for_a_worker_that_fell_silent_is_broken_off() -> None:
+    """A stopped or cut-off worker sends no reset: only the silence of its state stream tells."""
+
+    async def silent(request: web.Request) -> web.StreamResponse:
+        await asyncio.get_running_loop().create_future()
+        raise AssertionError
+
+    async with serving(generate=silent, state=silent) as url:
+        engine = RemoteEngine(url, silent_s=0.2)
+        try:
+            waiting = asyncio.create_task(collect(engine, make_request()))
+            calling = asyncio.create_task(engine.while_heard(engine.post_json("/nothing", {}, timeout_s=0.01)))
+            held = asyncio.create_task(engine.while_heard(asyncio.get_running_loop().create_future()))
+            await asyncio.wait({calling})
+            assert isinstance(calling.exception(), RollplaneError)  # an answer of its own is not held back
+            engine.follow()
+            async with asyncio.timeout(WAIT_S):
+                results = await asyncio.gather(waiting, held, return_exceptions=True)
+            assert [type(result) for result in results] == [TransportError] * 2
+            assert all("silent for 0.2 s" in str(result) for result in results)
+            assert not engine.reachable
+        finally:
+            await engine.close()
+
+
 # -- the rollout client ------------------------------------------------------------------------------------------------
 
 

@@ -48,7 +48,9 @@ async def run_frontend(settings: Settings) -> None:
         policy=policy,
         settings=RouterSettings(hold_limit_s=about.max_hold_s, max_attempts=about.max_attempts),
         discovery=discovery,
-        make_worker=lambda url: RemoteWorker(url, key=key, frontend="frontend", session=session),
+        make_worker=lambda url: RemoteWorker(
+            url, key=key, frontend="frontend", silent_s=about.silent_s, session=session
+        ),
     )
     try:
         sock = ops.bind(server)

@@ -36,6 +36,8 @@ DEADLINE_GRACE_S: Final = 5.0
 KEEPALIVE_IDLE_S: Final = 10
 KEEPALIVE_INTERVAL_S: Final = 5
 KEEPALIVE_PROBES: Final = 3
+SILENT_S: Final = HEARTBEAT_S * 3
+"""A worker whose state stream says nothing for so long is taken for lost; it beats about once a second."""
 
 T = TypeVar("T")
 
@@ -78,6 +80,7 @@ class RemoteEngine:
         connect_timeout_s: longest wait for a connection.
         read_timeout_s: longest silence on a request without a deadline.
         poll_s: pause between two looks at the state of a worker that has no state stream.
+        silent_s: a worker that says nothing for so long, though connected to, is lost: what waits for it is broken off.
         session: shared connections; the caller closes it. None: one of its own.
     """
 
@@ -90,6 +93,7 @@ class RemoteEngine:
         connect_timeout_s: float = 5.0,
         read_timeout_s: float = 3600.0,
         poll_s: float = 1.0,
+        silent_s: float = SILENT_S,
         session: aiohttp.ClientSession | None = None,
     ) -> None:
         self.base_url = base_url.rstrip("/")
@@ -100,11 +104,13 @@ class RemoteEngine:
         self.inflight = 0
         self._idle = asyncio.Event()
         self._calls: set[_Call] = set()
+        self._watched: set[_Call] = set()
         self._key = key
         self._frontend = frontend
         self._connect_timeout_s = connect_timeout_s
         self._read_timeout_s = read_timeout_s
         self._poll_s = poll_s
+        self._silent_s = silent_s
         self._session = session
         self._owns_session = session is None
         self._follower: asyncio.Task[None] | None = None
@@ -234,6 +240,19 @@ class RemoteEngine:
             call.drop(reason)
         return len(self._calls)
 
+    async def while_heard(self, work: Awaitable[T]) -> T:
+        """The result of a call to the worker, given up when the worker falls silent.
+
+        Raises:
+            TransportError: it did; whether the call was carried out is not known.
+        """
+        call = _Call()
+        self._watched.add(call)
+        try:
+            return await call.wait(work)
+        finally:
+            self._watched.discard(call)
+
     async def kv_feed(self) -> AsyncGenerator[KvBatch, None]:
         """What the worker caches: first all of it, then every change. Ends with the worker's stream.
 
@@ -329,6 +348,12 @@ class RemoteEngine:
                 self._lost(error.message)
             except (aiohttp.ClientError, OSError) as error:
                 self._lost(_says(error))
+                if isinstance(error, TimeoutError):
+                    # Stopped, hung or cut off: no connection will say so, and nothing that waits for it would end.
+                    reason = f"worker {self.base_url} has been silent for {self._silent_s:g} s"
+                    self.drop_requests(reason)
+                    for call in self._watched:
+                        call.drop(reason)
             self._looked.set()
             await asyncio.sleep(self._poll_s)
 
@@ -336,7 +361,7 @@ class RemoteEngine:
         """Follow the state stream until it ends, or look once where there is none."""
         url = f"{self.base_url}{STATE_PATH}?watch=1"
         timeout = aiohttp.ClientTimeout(
-            total=None, sock_connect=self._connect_timeout_s, sock_read=max(HEARTBEAT_S * 3, self._poll_s * 3)
+            total=None, sock_connect=min(self._connect_timeout_s, self._silent_s), sock_read=self._silent_s
         )
         async with self._open_session().get(url, headers=self._headers({"Accept": FRAMES}), timeout=timeout) as answer:
             if answer.status != 200:

@@ -23,6 +23,7 @@ FRAMES: Final = "application/x-rollplane-frames"
 WIRE_HEADER: Final = "x-rollplane-wire"
 GENERATE_PATH: Final = "/internal/v1/generate"
 STATE_PATH: Final = "/internal/v1/state"
+KEYS_PATH: Final = "/internal/v1/keys"
 MAX_FRAME_BYTES: Final = 1 << 30
 
 _LENGTH: Final = struct.Struct(">I")
@@ -37,6 +38,20 @@ class HopRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     request: GenerateRequest
     frontend: str = ""
     deadline_s: float | None = None
+
+
+class KeyClaim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An idempotency key, and the worker (by address) that is to keep its answer unless another does already."""
+
+    key: str
+    keeper: str
+    instead_of: str | None = None
+
+
+class KeyKeeper(msgspec.Struct, frozen=True, kw_only=True):
+    """The address of the worker that keeps a key's answer."""
+
+    keeper: str
 
 
 _request_decoder = msgspec.msgpack.Decoder(HopRequest, dec_hook=dec_hook)

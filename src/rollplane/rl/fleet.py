@@ -344,6 +344,7 @@ class Fleet(Roster):
                 await self._finish(asyncio.wait_for(update.settle(), SETTLE_S))
                 for member in update.members:
                     if member.state == "updating":
+                        member.unheard = True
                         member.enter("fenced", "what it has could not be found out")
                 self.left_paused = {m.url for m in self.members if m.paused_here}
             await self._keep()

@@ -11,7 +11,7 @@ from typing import Any, Final, Literal, TypeVar
 
 import msgspec
 
-from rollplane.errors import CallerError, Conflict, EngineFailed, RollplaneError
+from rollplane.errors import CallerError, Conflict, EngineFailed, RollplaneError, TransportError
 from rollplane.protocol.admin import PauseMode, PauseReport, StagedWeights, UpdateReport
 from rollplane.rl.base import OnFailure, Operation
 from rollplane.rl.members import Member
@@ -71,6 +71,7 @@ class FleetUpdate:
         self._before: dict[str, Policy] = {}
         self._paused_before: set[str] = set()
         self._rolled_back = False
+        self._unheard: set[str] = set()
 
     def __repr__(self) -> str:
         return f"<FleetUpdate to {self.target.version!r} on {len(self.members)} workers: {self.outcome or 'under way'}>"
@@ -87,8 +88,9 @@ class FleetUpdate:
         )
         staged = {url: result for url, result in found.items() if isinstance(result, StagedWeights)}
         if staged:
-            # A worker that serves nothing now does not keep the others from an update: it stays where it is.
-            self.members = [m for m in self.members if m.url in staged or m.state == "current"]
+            # A worker that serves nothing now does not keep the others from an update: it stays where it is. Nor does one
+            # that cannot be reached any more: it is brought up to date when it comes back.
+            self.members = [m for m in self.members if m.url in staged or (m.state == "current" and m.worker.reachable)]
         errors = {m.url: error for m in self.members if isinstance(error := found[m.url], RollplaneError)}
         if errors:
             self.outcome = "refused"
@@ -124,6 +126,7 @@ class FleetUpdate:
             heard = member.worker.state
             if heard is not None:
                 self._before[member.url] = Policy(version=heard.policy_version, digest=heard.policy_digest)
+                member.before = (heard.policy_version, heard.policy_digest)
                 if heard.paused and not member.paused_here:
                     self._paused_before.add(member.url)
             member.enter("updating", f"update to {self.target.version!r}")
@@ -155,7 +158,12 @@ class FleetUpdate:
         ending = f"fenced: {', '.join(fenced)}" if fenced else "every worker serves the version it had"
         return EngineFailed(
             f"the update to {self.target.version!r} failed on {len(self.errors)} of {len(self.members)} workers; {ending}",
-            details={"workers": self.errors, "policy_versions": versions, "fenced": fenced},
+            details={
+                "workers": self.errors,
+                "policy_versions": versions,
+                "fenced": fenced,
+                "outcome": self.outcome or "unfinished",
+            },
         )
 
     # -- one worker ------------------------------------------------------------------------------------------------
@@ -217,6 +225,7 @@ class FleetUpdate:
                 member.paused_here = False
                 await member.worker.refresh()
         except RollplaneError as error:
+            member.unheard = isinstance(error, TransportError) or member.url in self._unheard
             member.enter("fenced", error.message)
             self.errors.setdefault(member.url, error.message)
             member.worker.drop_requests(f"worker {member.url} was fenced: {error.message}")
@@ -261,6 +270,8 @@ class FleetUpdate:
         for url, result in results.items():
             if isinstance(result, RollplaneError):
                 self.errors[url] = result.message
+                if isinstance(result, TransportError):
+                    self._unheard.add(url)
 
 
 async def every(members: Sequence[Member], work: Callable[[Member], Awaitable[T]]) -> dict[str, T | RollplaneError]:

@@ -1,8 +1,9 @@
 """The workers of a fleet and where each is in its life.
 
 Rules for editors of the table: only `current` takes requests; it is entered only by a worker whose version and digest
-were read back and are the fleet's. `fenced` is left by a successful update, or by a restart of the process. A member
-that is `gone` never comes back; a new one is made for the same address.
+were read back and are the fleet's. `fenced` is left by a successful update, by a restart of the process, or, where the
+worker only could not be heard, once it is heard again and brought up to date. A member that is `gone` never comes back; a
+new one is made for the same address.
 
     joining -> current -> updating -> current
        ^          |          |
@@ -75,6 +76,10 @@ class FleetWorker(Protocol):
         """Ask for the state now."""
         ...
 
+    async def claim_key(self, key: str, keeper: str, *, instead_of: str | None, limit_s: float) -> str:
+        """The keeper that its book has for an idempotency key, written down there first where it has none."""
+        ...
+
     async def close(self) -> None:
         """Let go of it; it goes on."""
         ...
@@ -142,6 +147,10 @@ class Member:
         """Its engine's facts differ from the fleet's: no operation is for it."""
         self.paused_here = False
         """An update of the fleet paused it and has not resumed it: a fenced worker. No caller asked for that pause."""
+        self.unheard = False
+        """It was fenced because it could not be heard, not for what it did: once heard, it is brought up to date."""
+        self.before: tuple[str, str | None] | None = None
+        """Version and digest it had before the last update."""
         self.since = time.monotonic()
 
     def __repr__(self) -> str:

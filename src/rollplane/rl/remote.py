@@ -5,8 +5,8 @@ from collections.abc import Callable
 import aiohttp
 
 from rollplane.client.admin import AdminClient
-from rollplane.engines.remote import RemoteEngine
-from rollplane.errors import Conflict
+from rollplane.engines.remote import SILENT_S, RemoteEngine
+from rollplane.errors import Conflict, TransportError
 from rollplane.protocol.admin import (
     AdapterRecord,
     FlushReport,
@@ -17,6 +17,7 @@ from rollplane.protocol.admin import (
     UpdateReport,
     WorkerRecord,
 )
+from rollplane.protocol.hop import KEYS_PATH
 from rollplane.protocol.state import WorkerState
 from rollplane.rl.base import OnFailure, Operation
 
@@ -29,6 +30,7 @@ class RemoteWorker:
         key: bearer token for both planes.
         frontend: our name in the worker's logs.
         poll_s: pause between looks at the state of a worker without a state stream.
+        silent_s: see `RemoteEngine`; calls of its administration are given up with it too.
         session: connections shared between workers; the caller closes it.
     """
 
@@ -39,10 +41,13 @@ class RemoteWorker:
         key: str | None = None,
         frontend: str = "",
         poll_s: float = 1.0,
+        silent_s: float = SILENT_S,
         session: aiohttp.ClientSession | None = None,
     ) -> None:
         self.url = base_url.rstrip("/")
-        self.engine = RemoteEngine(self.url, key=key, frontend=frontend, poll_s=poll_s, session=session)
+        self.engine = RemoteEngine(
+            self.url, key=key, frontend=frontend, poll_s=poll_s, silent_s=silent_s, session=session
+        )
         self._admin = AdminClient(self.url, admin_key=key)
 
     def __repr__(self) -> str:
@@ -80,19 +85,34 @@ class RemoteWorker:
         """
         return await self.engine.refresh()
 
+    async def claim_key(self, key: str, keeper: str, *, instead_of: str | None, limit_s: float) -> str:
+        """The keeper of an idempotency key by the worker's book; see `engines.wrappers.key_book`.
+
+        Raises:
+            RollplaneError: no answer within `limit_s`.
+        """
+        body = {"key": key, "keeper": keeper, "instead_of": instead_of}
+        answer = await self.engine.post_json(KEYS_PATH, body, timeout_s=limit_s)
+        found = answer.get("keeper")
+        if not isinstance(found, str):
+            raise TransportError(f"worker {self.url} does not say who keeps a key")
+        return found
+
     async def stage_weights(self, path: str, *, operation: Operation) -> StagedWeights:
         """Read and check a checkpoint while tokens are made."""
-        return await self._admin.stage_weights(
-            path, operation_id=operation.id, epoch=operation.epoch, deadline_s=operation.deadline_s
+        return await self.engine.while_heard(
+            self._admin.stage_weights(
+                path, operation_id=operation.id, epoch=operation.epoch, deadline_s=operation.deadline_s
+            )
         )
 
     async def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = False) -> PauseReport:
         """See `PolicyAdmin.pause`."""
-        return await self._admin.pause(mode, clear_cache=clear_cache)
+        return await self.engine.while_heard(self._admin.pause(mode, clear_cache=clear_cache))
 
     async def resume(self) -> ResumeReport:
         """See `PolicyAdmin.resume`."""
-        return await self._admin.resume()
+        return await self.engine.while_heard(self._admin.resume())
 
     async def update_from_disk(
         self,
@@ -107,31 +127,33 @@ class RemoteWorker:
     ) -> UpdateReport:
         """See `PolicyAdmin.update_from_disk`."""
         operation = operation or Operation()
-        return await self._admin.update_policy(
-            path,
-            version=version,
-            mode=mode,
-            clear_cache=clear_cache,
-            on_failure=on_failure,
-            operation_id=operation.id,
-            step=operation.step,
-            expected_digest=expected_digest,
-            epoch=operation.epoch,
-            deadline_s=operation.deadline_s,
+        return await self.engine.while_heard(
+            self._admin.update_policy(
+                path,
+                version=version,
+                mode=mode,
+                clear_cache=clear_cache,
+                on_failure=on_failure,
+                operation_id=operation.id,
+                step=operation.step,
+                expected_digest=expected_digest,
+                epoch=operation.epoch,
+                deadline_s=operation.deadline_s,
+            )
         )
 
     async def policy_version(self) -> str:
         """See `PolicyAdmin.policy_version`."""
-        return await self._admin.policy_version()
+        return await self.engine.while_heard(self._admin.policy_version())
 
     async def set_policy_version(self, version: str) -> None:
         """See `PolicyAdmin.set_policy_version`."""
-        await self._admin.set_policy_version(version)
+        await self.engine.while_heard(self._admin.set_policy_version(version))
 
     async def flush_cache(self, *, preempt: bool = False) -> FlushReport:
         """See `PolicyAdmin.flush_cache`."""
         try:
-            return await self._admin.flush_cache(preempt=preempt)
+            return await self.engine.while_heard(self._admin.flush_cache(preempt=preempt))
         except Conflict as error:  # the route answers 409 where nothing was reset
             if error.details is None or error.details.get("reset") is not False:
                 raise
@@ -139,31 +161,35 @@ class RemoteWorker:
 
     async def workers(self) -> list[WorkerRecord]:
         """The worker's own record."""
-        return await self._admin.workers()
+        return await self.engine.while_heard(self._admin.workers())
 
     async def load_adapter(self, name: str, path: str, *, operation: Operation | None = None) -> AdapterRecord:
         """See `PolicyAdmin.load_adapter`."""
         operation = operation or Operation()
-        return await self._admin.load_adapter(
-            name,
-            path,
-            operation_id=operation.id,
-            step=operation.step,
-            epoch=operation.epoch,
-            deadline_s=operation.deadline_s,
+        return await self.engine.while_heard(
+            self._admin.load_adapter(
+                name,
+                path,
+                operation_id=operation.id,
+                step=operation.step,
+                epoch=operation.epoch,
+                deadline_s=operation.deadline_s,
+            )
         )
 
     async def unload_adapter(self, name: str, *, operation: Operation | None = None) -> AdapterRecord:
         """See `PolicyAdmin.unload_adapter`."""
         operation = operation or Operation()
-        return await self._admin.unload_adapter(
-            name,
-            operation_id=operation.id,
-            step=operation.step,
-            epoch=operation.epoch,
-            deadline_s=operation.deadline_s,
+        return await self.engine.while_heard(
+            self._admin.unload_adapter(
+                name,
+                operation_id=operation.id,
+                step=operation.step,
+                epoch=operation.epoch,
+                deadline_s=operation.deadline_s,
+            )
         )
 
     async def adapters(self) -> list[AdapterRecord]:
         """See `PolicyAdmin.adapters`."""
-        return await self._admin.adapters()
+        return await self.engine.while_heard(self._admin.adapters())

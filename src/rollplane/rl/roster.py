@@ -202,6 +202,10 @@ class Roster:
                 member.enter("fenced", f"it does not belong to this fleet: {differs}")
         elif member.state != "fenced":
             self._admit_or_catch_up(member)
+        elif member.unheard and member.worker.reachable and self._can_return(member):
+            member.unheard = False
+            member.enter("joining", "heard again")
+            self._admit_or_catch_up(member)
         self._tell()
 
     def _admit_or_catch_up(self, member: Member) -> None:
@@ -226,6 +230,13 @@ class Roster:
         if not self.adapter_paths.keys() <= loaded:
             return False
         return self._has_target(member)
+
+    def _can_return(self, member: Member) -> bool:
+        """Whether a worker that was fenced unheard can be brought up to date; with no checkpoint, it must be as it was."""
+        heard = member.worker.state
+        if self.checkpoint is not None or heard is None:
+            return heard is not None
+        return member.before == (heard.policy_version, heard.policy_digest)
 
     def _has_target(self, member: Member) -> bool:
         heard, target = member.worker.state, self.checkpoint

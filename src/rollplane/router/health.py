@@ -46,6 +46,7 @@ class Circuit:
         """Faults since the last success."""
         self._state: CircuitState = "closed"
         self._until = 0.0
+        self._probing = False
         self._pause_s = self.settings.first_s
         self._clock = clock
 
@@ -74,10 +75,12 @@ class Circuit:
         if self.state == "half_open":
             self._enter("open")
             self._until = self._clock() + self._pause_s
+            self._probing = True
 
     def succeeded(self) -> None:
         """An answer came, also a refusal."""
         self.faults = 0
+        self._probing = False
         self._pause_s = self.settings.first_s
         if self._state != "closed":
             if self._state == "open":
@@ -89,6 +92,9 @@ class Circuit:
         self.faults += 1
         if self.state == "closed" and self.faults < self.settings.faults_to_open:
             return
+        if self.state == "open" and not self._probing:
+            return  # sent before it opened: a burst that breaks off together is one fault, not many probes
+        self._probing = False
         if self.state == "closed":
             self._pause_s = self.settings.first_s
         else:

@@ -4,8 +4,6 @@ import itertools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Final, Protocol
 
-import xxhash
-
 from rollplane.errors import InvalidRequest
 from rollplane.protocol.kv_events import KvBatch
 from rollplane.protocol.request import GenerateRequest
@@ -111,12 +109,3 @@ def make_policy(name: str | None = None) -> Policy:
     if maker is None:
         raise InvalidRequest(f"router policy {name!r} is unknown; known: {', '.join(sorted(POLICIES))}", param="router")
     return maker()
-
-
-def keeper(key: str, workers: Sequence[RoutedWorker]) -> RoutedWorker:
-    """The worker that runs, and keeps the answer of, a request with this idempotency key.
-
-    Rendezvous hashing over the workers' addresses: a repeat finds the same worker, whichever frontend it comes through, and
-    the end of one worker moves only the keys it had.
-    """
-    return max(workers, key=lambda worker: xxhash.xxh3_64_intdigest(f"{worker.url}\0{key}".encode()))

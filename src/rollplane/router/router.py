@@ -32,8 +32,9 @@ from rollplane.router.cache_followers import CacheFollowers
 from rollplane.router.constraints import circuits, fitting
 from rollplane.router.health import Circuit, CircuitSettings, is_fault, may_move
 from rollplane.router.held import abort_events
+from rollplane.router.key_homes import KeyHomes
 from rollplane.router.observed import Observed
-from rollplane.router.policies import Policy, keeper, make_policy
+from rollplane.router.policies import Policy, make_policy
 from rollplane.router.report import PlacementReport, placement_report
 from rollplane.router.worker import RoutedWorker
 
@@ -95,6 +96,7 @@ class Router:
         self.policy = policy or make_policy()
         self.settings = settings or RouterSettings()
         self.observed = Observed()
+        self._keys = KeyHomes(clock=clock)
         self._caches = CacheFollowers(self.policy)
         self._workers: dict[str, RoutedWorker] = {}
         self._placed: dict[str, _Placement] = {}
@@ -236,11 +238,22 @@ class Router:
                     for event in abort_events(request, self.info, version=self.fleet.version):
                         yield event
                     return
-                sent = self._addressed(request, worker, attempt=attempt, ends=ends)
                 size = {"sequences": request.sampling.choices, "tokens": request.prompt_tokens}
-                placement.worker = worker
                 worker.place(**size)
                 predicted = self.policy.placed(request, worker)
+                if request.idempotency_key is not None:
+                    try:
+                        keeper = await self._keeper(request.idempotency_key, request, worker, avoid=tried)
+                    except BaseException:
+                        worker.release(**size)
+                        raise
+                    if keeper is not worker:
+                        worker.release(**size)
+                        worker = keeper
+                        worker.place(**size)
+                        predicted = self.policy.placed(request, worker)
+                sent = self._addressed(request, worker, attempt=attempt, ends=ends)
+                placement.worker = worker
                 sent_at, made = self._clock(), 0
                 handed_on = False
                 error: RollplaneError | None = None
@@ -344,8 +357,6 @@ class Router:
                     avoid.clear()
                     continue
                 candidates = circuits(fresh or fit.workers)
-                if request.idempotency_key is not None:
-                    return keeper(request.idempotency_key, candidates)
                 return self.policy.order(request, candidates)[0]
             if fit.verdict == "refuse":
                 raise fit.error
@@ -358,6 +369,21 @@ class Router:
                     param="rollplane.deadline_s",
                 )
             await _either(changed, placement.woken, timeout_s=min(left, RECHECK_S))
+
+    async def _keeper(
+        self, key: str, request: GenerateRequest, chosen: RoutedWorker, *, avoid: list[RoutedWorker]
+    ) -> RoutedWorker:
+        """The worker that has a key's request or answer already, where it can be asked; else the chosen one, from now on."""
+        workers = self.workers
+        url = await self._keys.claim(key, chosen.url, workers=workers)
+        if url == chosen.url:
+            return chosen
+        fit = fitting(request, self.workers, self.fleet)
+        for worker in fit.workers:
+            if worker.url == url and worker not in avoid:
+                return worker
+        await self._keys.claim(key, chosen.url, workers=workers, instead_of=url)
+        return chosen
 
     def _addressed(
         self, request: GenerateRequest, worker: RoutedWorker, *, attempt: int, ends: float | None

@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
 
 from rollplane.errors import RollplaneError
-from rollplane.protocol.hop import GENERATE_PATH, STATE_PATH
+from rollplane.protocol.hop import GENERATE_PATH, KEYS_PATH, STATE_PATH
 from rollplane.protocol.kv_events import KV_EVENTS_PATH
 from rollplane.server.admin import engine_routes
 from rollplane.server.auth import AuthMiddleware
@@ -22,6 +22,7 @@ from rollplane.server.error_responses import error_response, on_http_exception, 
 from rollplane.server.generate import generate
 from rollplane.server.health import health_routes
 from rollplane.server.hop import hop_generate
+from rollplane.server.keys import keys
 from rollplane.server.kv_events import kv_events
 from rollplane.server.observe import ObserveMiddleware
 from rollplane.server.openapi import describe, docs, openapi
@@ -96,6 +97,7 @@ def route_table(role: str) -> list[ApiRoute]:
         routes = [
             ApiRoute(GENERATE_PATH, hop_generate, methods=["POST"], access="admin", doc=hidden),
             ApiRoute(STATE_PATH, state, methods=["GET"], access="admin", doc=hidden),
+            ApiRoute(KEYS_PATH, keys, methods=["POST"], access="admin", doc=hidden),
             ApiRoute(KV_EVENTS_PATH, kv_events, methods=["GET"], access="admin", doc=hidden),
             *routes,
         ]

@@ -92,6 +92,11 @@ class LocalWorker:
         self._tell()
         return self.state
 
+    async def claim_key(self, key: str, keeper: str, *, instead_of: str | None, limit_s: float) -> str:
+        if not self.reachable:
+            raise TransportError(f"{self.url} is cut off")
+        return self.worker.keys.claim(key, keeper, instead_of=instead_of)
+
     async def close(self) -> None:
         await self.worker.close()
 
@@ -153,6 +158,8 @@ class LocalWorker:
         gate = self.gates.get(name)
         if gate is not None:
             await gate.wait()
+            if not self.reachable:
+                raise TransportError(f"{self.url} is cut off")
 
     def _tell(self) -> None:
         for listener in self._listeners:

@@ -13,7 +13,7 @@ from tests.waiting import until
 
 from rollplane.engines.mock.settings import Fault, MockSettings
 from rollplane.errors import Conflict, DeadlineExceeded, EngineFailed, NotFound, Unavailable
-from rollplane.rl.base import Operation, PolicyAdmin
+from rollplane.rl.base import OnFailure, Operation, PolicyAdmin
 from rollplane.rl.fleet import Fleet, FleetSettings
 from rollplane.rl.members import TRANSITIONS, Member
 
@@ -156,6 +156,26 @@ async def test_a_worker_that_is_cut_off_during_an_update_is_fenced_and_the_rest_
         assert (await update).policy_version == "v1"
         assert [member.state for member in fleet.members] == ["current", "fenced", "current"]
         assert [member.routable for member in fleet.members] == [True, False, True]
+
+
+@pytest.mark.parametrize("on_failure", ["fence", "rollback"])
+async def test_a_worker_that_was_fenced_unheard_returns_by_itself_once_it_is_heard(
+    tmp_path: Path, on_failure: OnFailure
+) -> None:
+    """Fenced: it is brought to the new version. Rolled back before any checkpoint was known: it is as it was."""
+    async with fleet_of(*[MockSettings()] * 2) as (fleet, workers):
+        gate = "update" if on_failure == "fence" else "pause"
+        workers[1].gates[gate] = asyncio.Event()
+        update = asyncio.create_task(fleet.update_from_disk(weights(tmp_path, "v1"), on_failure=on_failure))
+        await until(lambda: workers[1].operations and workers[1].operations[-1][0] == gate)
+        workers[1].cut()
+        workers[1].gates.pop(gate).set()
+        await asyncio.gather(update, return_exceptions=True)
+        assert fleet.members[1].state == "fenced"
+        await workers[1].mend()
+        await until(lambda: fleet.members[1].routable)
+        assert {worker.worker.version for worker in workers} == {"v1" if on_failure == "fence" else "initial"}
+        assert [worker.worker.state for worker in workers] == ["ready", "ready"]
 
 
 async def test_a_fenced_worker_that_restarts_is_brought_up_to_date(tmp_path: Path) -> None:

@@ -68,6 +68,12 @@ def test_each_failed_probe_doubles_the_pause_up_to_the_longest(circuit: Circuit,
     assert pauses == [2.0, 3.0, 3.0]
 
 
+def test_requests_that_break_off_together_count_once(circuit: Circuit, clock: Clock) -> None:
+    for _ in range(40):
+        circuit.failed()
+    assert circuit.reopens_in_s == 1.0
+
+
 def test_a_probe_whose_outcome_never_came_is_followed_by_another(circuit: Circuit, clock: Clock) -> None:
     for _ in range(3):
         circuit.failed()

@@ -1,0 +1,38 @@
+"""A book of keys: the first keeper stays, within bounds of number and time."""
+
+from rollplane.engines.wrappers.key_book import KeyBook
+from rollplane.testing.clock import FakeClock
+
+
+def test_the_first_claim_of_a_key_stands() -> None:
+    book = KeyBook()
+    assert book.claim("k", "a") == "a"
+    assert book.claim("k", "b") == "a"
+    assert book.claim("other", "b") == "b"
+
+
+def test_a_keeper_of_no_use_is_replaced_and_another_is_not() -> None:
+    book = KeyBook()
+    book.claim("k", "a")
+    assert book.claim("k", "b", instead_of="c") == "a"
+    assert book.claim("k", "b", instead_of="a") == "b"
+    assert book.claim("k", "c", instead_of="a") == "b"
+
+
+def test_the_keys_longest_not_asked_about_go_first() -> None:
+    book = KeyBook(max_keys=2)
+    for key in ("k", "l"):
+        book.claim(key, "a")
+    book.claim("k", "b")
+    book.claim("m", "a")
+    assert book.claim("k", "b") == "a"
+    assert book.claim("l", "b") == "b"
+
+
+async def test_a_key_is_forgotten_after_its_time() -> None:
+    clock = FakeClock()
+    book = KeyBook(max_age_s=10.0, clock=clock)
+    book.claim("k", "a")
+    await clock.advance(11.0)
+    assert book.claim("k", "b") == "b"
+    assert repr(book) == "<KeyBook 1 keys>"
