@@ -1,114 +1,38 @@
-"""A worker's policy under every order of calls: pause, resume, update, load, unload, flush, abort, hang-ups and faults, with
-requests all the while. No request mixes versions or generations unmarked, none hangs, every state can be left again.
+"""`tests.policy_machine` over the mock engine, which may fail at every call, and over a small real model."""
 
-What an answer ought to be is asked of a second engine that holds one version only: the tokens of each span, given all
-tokens before it.
-"""
-
-import asyncio
-import contextlib
 import json
 import shutil
 import tempfile
-from collections.abc import Awaitable
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import hypothesis.strategies as st
 import numpy as np
 import pytest
-from hypothesis import HealthCheck, settings
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from hypothesis.stateful import rule
 from safetensors.numpy import save_file
 from tests.models import tiny
+from tests.policy_machine import ADAPTERS, CONTENTS, EmbeddedKind, Kind, PolicyMachine, run_machine
 
-from rollplane.engines.base import AdapterHost, WeightReceiver
-from rollplane.engines.embedded.engine import EmbeddedEngine
-from rollplane.engines.embedded.settings import EmbeddedSettings
 from rollplane.engines.mock.engine import MockEngine
 from rollplane.engines.mock.settings import Fault, MockSettings
-from rollplane.errors import Conflict, EngineFailed, InvalidRequest, NotFound, RollplaneError, Unavailable
-from rollplane.protocol.response import GenerateResponse
-from rollplane.testing import answer, make_request
-from rollplane.worker import Worker
-
-BOUND_S = 30.0
-TIE_NATS = 1e-4
-CONTENTS = 3
-ADAPTERS = 3
-NAMES = ("a", "b")
-LOOP = asyncio.Runner()
-"""One event loop for all examples: the engines that answers are held against live as long as the module."""
 
 
-@dataclass
-class Asked:
-    """A request of an example, and what became of it."""
+def write_adapter(path: Path, i: int) -> str:
+    path.mkdir()
+    tensors = {
+        "base_model.model.w.lora_A.weight": np.full((2, 4), i, np.float32),
+        "base_model.model.w.lora_B.weight": np.zeros((4, 2), np.float32),
+    }
+    save_file(tensors, path / "adapter_model.safetensors")
+    (path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2}))
+    return str(path)
 
-    prompt: list[int]
-    model: str | None
-    tokens: int
-    request_id: str
-    task: "asyncio.Task[GenerateResponse]"
-    hung_up: bool = False
 
-
-@dataclass
-class Kind:
-    """One sort of engine: how to make it, and the files that it takes."""
-
-    checkpoints: list[str]
-    adapters: list[str]
-    references: dict[int, Any] = field(default_factory=dict)
-
-    def make(self) -> Any:
-        raise NotImplementedError
-
-    async def reference(self, content: int) -> Any:
-        raise NotImplementedError
-
-    async def differing(
-        self, content: int, adapter: int | None, tokens: list[int], first: int, end: int, prompt: list[int]
-    ) -> list[str]:
-        """Where output tokens [first, end) are not what one version makes, greedily, of all tokens before each.
-
-        Two tokens of equal probability may fall either way on a real model, whose sums depend on the batch.
-        """
-        at, stop = len(prompt) + first, len(prompt) + end
-        while at < stop:
-            made = await self.made(content, adapter, tokens[:at], stop - at)
-            given = tokens[at:stop]
-            same = next((i for i, (ours, theirs) in enumerate(zip(made, given, strict=True)) if ours != theirs), None)
-            if same is None:
-                return []
-            at += same
-            gap = await self.gap(content, adapter, tokens[: at + 1])
-            if gap > TIE_NATS:
-                return [f"output {at - len(prompt)} is {tokens[at]}, not {made[same]}, by {gap:.2g} nats"]
-            at += 1
-        return []
-
-    async def made(self, content: int, adapter: int | None, prompt: list[int], count: int) -> list[int]:
-        """What one version makes of a prompt, greedily."""
-        return (await self._ask(content, adapter, prompt, max_tokens=count)).choices[0].token_ids.tolist()
-
-    async def gap(self, content: int, adapter: int | None, tokens: list[int]) -> float:
-        """How much less likely the last token is than the best one in its place."""
-        response = await self._ask(content, adapter, tokens, max_tokens=1, prompt_logprobs=1)
-        scores = response.prompt_logprobs
-        assert scores is not None
-        values = scores.values[scores.offsets[-2] : scores.offsets[-1]]
-        return float(values.max() - values[0])
-
-    async def _ask(self, content: int, adapter: int | None, prompt: list[int], **sampling: Any) -> GenerateResponse:
-        if content not in self.references:
-            engine = self.references[content] = await self.reference(content)
-            for i, path in enumerate(self.adapters):
-                await engine.load_adapter(f"ref@{i}", path)
-        fields = None if adapter is None else {"adapter": f"ref@{adapter}"}
-        request = make_request(prompt, fields=fields, temperature=0, ignore_eos=True, **sampling)
-        return await answer(self.references[content], request)
+def write_checkpoint(path: Path, i: int) -> str:
+    path.mkdir()
+    (path / "mock_weights.json").write_text(json.dumps({"seed": i}))
+    return str(path)
 
 
 class MockKind(Kind):
@@ -129,238 +53,6 @@ class MockKind(Kind):
         return engine
 
 
-class EmbeddedKind(Kind):
-    """A real model, two layers, one thread."""
-
-    def make(self) -> EmbeddedEngine:
-        return EmbeddedEngine(self.settings(0))
-
-    def settings(self, content: int) -> EmbeddedSettings:
-        return EmbeddedSettings(
-            model=self.checkpoints[content], policy_version=f"w{content}", threads=1, max_num_seqs=4, max_loras=3
-        )
-
-    async def reference(self, content: int) -> EmbeddedEngine:
-        engine = EmbeddedEngine(self.settings(content))
-        await engine.start()
-        return engine
-
-
-class PolicyMachine(RuleBasedStateMachine):
-    """See the module. Calls run beside each other; `pass_time` lets them."""
-
-    kind: Kind
-    exact_after_update = True
-    """Whether the tokens of every span are those of its version; a kept request on a real model goes on with older KV."""
-
-    @initialize()
-    def start(self) -> None:
-        self.engine = self.kind.make()
-        self.worker = Worker(self.engine)
-        self.loaded: dict[str, int] = {}
-        self.asked: list[Asked] = []
-        self.calls: list[asyncio.Task[Any]] = []
-        load = self.engine.load_adapter
-
-        async def noted(engine_name: str, path: str) -> None:
-            self.loaded[engine_name] = self.kind.adapters.index(path)
-            await load(engine_name, path)
-
-        self.engine.load_adapter = noted
-        assert isinstance(self.engine, WeightReceiver)
-        assert isinstance(self.engine, AdapterHost)
-        LOOP.run(self.worker.start())
-        for i, name in enumerate(NAMES):
-            LOOP.run(self.worker.load_adapter(name, self.kind.adapters[i]))
-        for model in (None, *NAMES):
-            self.ask([11, 12, 13], model, 150, True)
-
-    @rule(
-        prompt=st.lists(st.integers(7, 900), min_size=1, max_size=40),
-        model=st.sampled_from([None, *NAMES]),
-        tokens=st.integers(1, 150),
-        stream=st.booleans(),
-    )
-    def ask(self, prompt: list[int], model: str | None, tokens: int, stream: bool) -> None:
-        sampling = {"temperature": 0, "max_tokens": tokens, "ignore_eos": True, "logprobs": 0}
-        request = make_request(prompt, stream=stream, fields={"model": model}, **sampling)
-        task = self.spawn(answer(self.worker, request))
-        self.asked.append(Asked(prompt, model, tokens, request.request_id, task))
-
-    @rule(mode=st.sampled_from(["keep", "wait", "abort"]), clear_cache=st.booleans())
-    def pause(self, mode: Any, clear_cache: bool) -> None:
-        self.call(self.worker.pause(mode, clear_cache=clear_cache))
-
-    @rule()
-    def resume(self) -> None:
-        self.call(self.worker.resume())
-
-    @rule(
-        content=st.integers(1, CONTENTS - 1), mode=st.sampled_from(["keep", "wait", "abort"]), clear_cache=st.booleans()
-    )
-    def update(self, content: int, mode: Any, clear_cache: bool) -> None:
-        self.call(
-            self.worker.update_from_disk(
-                self.kind.checkpoints[content], version=f"w{content}", mode=mode, clear_cache=clear_cache
-            )
-        )
-
-    @rule(name=st.sampled_from(NAMES), adapter=st.integers(0, ADAPTERS - 1))
-    def load(self, name: str, adapter: int) -> None:
-        self.call(self.worker.load_adapter(name, self.kind.adapters[adapter]))
-
-    @rule(name=st.sampled_from(NAMES))
-    def unload(self, name: str) -> None:
-        self.call(self.worker.unload_adapter(name))
-
-    @rule(preempt=st.booleans())
-    def flush(self, preempt: bool) -> None:
-        self.call(self.worker.flush_cache(preempt=preempt))
-
-    @rule(data=st.data())
-    def abort(self, data: st.DataObject) -> None:
-        if self.asked:
-            self.call(self.worker.abort(data.draw(st.sampled_from(self.asked)).request_id))
-
-    @rule(data=st.data())
-    def hang_up(self, data: st.DataObject) -> None:
-        if self.asked:
-            asked = data.draw(st.sampled_from(self.asked))
-            if not asked.task.done():
-                asked.hung_up = True
-                asked.task.cancel()
-
-    @rule(turns=st.sampled_from([0, 1, 5, 20]))
-    def pass_time(self, turns: int) -> None:
-        async def wait() -> None:
-            for _ in range(turns + 1):
-                await asyncio.sleep(0.001 if turns else 0)
-
-        LOOP.run(wait())
-
-    @rule(
-        content=st.integers(1, CONTENTS - 1),
-        adapter=st.integers(0, ADAPTERS - 1),
-        name=st.sampled_from(NAMES),
-        before=st.sampled_from([0, 3, 20]),
-        clear_cache=st.booleans(),
-    )
-    def step(self, content: int, adapter: int, name: str, before: int, clear_cache: bool) -> None:
-        """What a trainer does at each step, with requests under way."""
-        self.ask([content, adapter, 20], name, 120, False)
-        self.ask([content, adapter, 21], None, 120, True)
-        self.pass_time(before)
-        self.update(content, "keep", clear_cache)
-        self.load(name, adapter)
-        self.ask([content, adapter, 22], name, 20, True)
-
-    @invariant()
-    def leases_are_those_of_live_requests(self) -> None:
-        if hasattr(self, "worker") and self.worker.adapter_table is not None:
-            leases = [record.leases for record in self.worker.adapter_table.records()]
-            assert min(leases, default=0) >= 0
-            assert sum(leases) <= sum(not asked.task.done() for asked in self.asked)
-
-    def teardown(self) -> None:
-        if hasattr(self, "worker"):
-            try:
-                LOOP.run(self.wind_up())
-            finally:
-                LOOP.run(self.worker.close())
-
-    async def wind_up(self) -> None:
-        """Every call and request ends once somebody resumes; then the answers are held against what they should be."""
-        async with asyncio.timeout(BOUND_S):
-            while any(not task.done() for task in (*self.calls, *(asked.task for asked in self.asked))):
-                await self.recover()
-                await asyncio.sleep(0.005)
-            await self.recover()
-        for call in self.calls:
-            error = call.exception()
-            assert error is None or isinstance(
-                error, Conflict | NotFound | EngineFailed | Unavailable | InvalidRequest
-            ), error
-        assert self.worker.state == "ready", repr(self.worker)
-        assert self.worker.live_requests == 0
-        for asked in self.asked:
-            await self.check(asked)
-        await self.check_nothing_is_left()
-
-    async def recover(self) -> None:
-        """What an operator would do: an update where the version is unknown, then a resume."""
-        if self.worker.state == "failed":
-            with contextlib.suppress(RollplaneError):
-                await self.worker.update_from_disk(self.kind.checkpoints[1], version="w1")
-        if self.worker.state == "paused":
-            with contextlib.suppress(RollplaneError):
-                await self.worker.resume()
-
-    async def check(self, asked: Asked) -> None:
-        if asked.hung_up:
-            return
-        error = asked.task.exception()
-        if error is not None:
-            assert isinstance(error, NotFound), error
-            assert asked.model is not None
-            return
-        response = asked.task.result()
-        choice = response.choices[0]
-        tokens = choice.token_ids.tolist()
-        assert choice.finish_reason == ("length" if len(tokens) == asked.tokens else "abort")
-        generation = response.served_by.adapter_generation
-        assert (generation is None) == (asked.model is None)
-        adapter = None if asked.model is None else self.loaded[f"{asked.model}@{generation}"]
-        spans = choice.policy_versions
-        ends = [first for _, first in spans[1:]] + [len(tokens)]
-        for i, ((version, first), end) in enumerate(zip(spans, ends, strict=True)):
-            assert first is not None
-            assert end is not None
-            if i and not self.exact_after_update:
-                break
-            content = int(version.removeprefix("w"))
-            for wrong in await self.kind.differing(content, adapter, asked.prompt + tokens, first, end, asked.prompt):
-                raise AssertionError(f"{wrong}: {asked.prompt} {asked.model} {spans} {generation} {response.served_by}")
-
-    async def check_nothing_is_left(self) -> None:
-        """Old generations are gone, and the worker serves."""
-        table = self.worker.adapter_table
-        assert table is not None
-        async with asyncio.timeout(BOUND_S):
-            while any(record.state != "ready" for record in table.records()):  # noqa: ASYNC110 - retries come by time
-                await asyncio.sleep(0.005)
-        assert sorted(await self.engine.loaded_adapters()) == sorted(r.engine_name for r in table.records())
-        response = await answer(self.worker, make_request([7, 8, 9], temperature=0, max_tokens=2, ignore_eos=True))
-        assert response.choices[0].policy_versions == [(self.worker.version, 0)]
-
-    def call(self, work: Awaitable[Any]) -> None:
-        self.calls.append(self.spawn(work))
-
-    def spawn(self, work: Awaitable[Any]) -> "asyncio.Task[Any]":
-        async def begin() -> "asyncio.Task[Any]":
-            task: asyncio.Task[Any] = asyncio.ensure_future(work)
-            await asyncio.sleep(0)
-            return task
-
-        return LOOP.run(begin())
-
-
-def write_adapter(path: Path, i: int) -> str:
-    path.mkdir()
-    tensors = {
-        "base_model.model.w.lora_A.weight": np.full((2, 4), i, np.float32),
-        "base_model.model.w.lora_B.weight": np.zeros((4, 2), np.float32),
-    }
-    save_file(tensors, path / "adapter_model.safetensors")
-    (path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2}))
-    return str(path)
-
-
-def write_checkpoint(path: Path, i: int) -> str:
-    path.mkdir()
-    (path / "mock_weights.json").write_text(json.dumps({"seed": i}))
-    return str(path)
-
-
 class OverMock(PolicyMachine):
     """The mock engine, which may fail at every call of the policy's life."""
 
@@ -373,14 +65,6 @@ class OverEmbedded(PolicyMachine):
     """The embedded engine."""
 
     exact_after_update = False
-
-
-def run_machine(machine: type[PolicyMachine], kind: Kind, *, examples: int, steps: int) -> None:
-    test: Any = type(machine.__name__, (machine,), {"kind": kind}).TestCase
-    test.settings = settings(
-        max_examples=examples, stateful_step_count=steps, deadline=None, suppress_health_check=list(HealthCheck)
-    )
-    test("runTest").runTest()
 
 
 @pytest.mark.timeout(240)

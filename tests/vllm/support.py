@@ -19,20 +19,51 @@ ENGINE_ARGS = (
 )
 
 
+def settings_of(model: Path, *engine_args: str, **settings: Any) -> VllmSettings:
+    """Settings of a small engine in float32."""
+    return VllmSettings(
+        model=str(model),
+        served_model_name=("policy",),
+        policy_version="initial",
+        dtype="float32",
+        max_model_len=settings.pop("max_model_len", 2048),
+        max_num_seqs=16,
+        engine_args=(*ENGINE_ARGS, *engine_args),
+        **settings,
+    )
+
+
 def make_engine(model: Path, *engine_args: str, **settings: Any) -> VllmEngine:
     """An engine that is not started."""
-    return VllmEngine(
-        VllmSettings(
-            model=str(model),
-            served_model_name=("policy",),
-            policy_version="initial",
-            dtype="float32",
-            max_model_len=settings.pop("max_model_len", 2048),
-            max_num_seqs=16,
-            engine_args=(*ENGINE_ARGS, *engine_args),
-            **settings,
-        )
-    )
+    return VllmEngine(settings_of(model, *engine_args, **settings))
+
+
+class LastingEngine(VllmEngine):
+    """An engine that several workers have one after the other: starting it again brings it back to how it began."""
+
+    async def start(self) -> None:
+        if self._api is None:
+            await super().start()
+        else:
+            await self.begin_again()
+
+    async def begin_again(self, *, version: str = "initial") -> None:
+        """No request, no adapter, no group, the first weights, running."""
+        for request_id in list(self._live):
+            await self.abort(request_id)
+        await self._idle.wait()
+        await self.leave_group()
+        for name in await self.loaded_adapters():
+            await self.unload_adapter(name)
+        await self.pause("abort", clear_cache=True)
+        await self.apply_weights(await self.stage_weights(self.settings.model), version=version)
+        await self.resume()
+
+    async def close(self, *, grace_s: float = 0.0) -> None:
+        """A worker's close ends the worker only."""
+
+    async def end(self) -> None:
+        await super().close()
 
 
 @asynccontextmanager

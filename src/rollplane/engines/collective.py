@@ -8,6 +8,7 @@ import contextlib
 import ipaddress
 import threading
 import time
+from collections.abc import Iterator
 from datetime import timedelta
 from typing import Any, Final
 
@@ -116,18 +117,23 @@ class Collective:
             self._step(flat, ends=ends)
 
     def receive(self, manifest: Manifest, *, deadline_s: float) -> dict[str, Tensor]:
-        """The tensors of a manifest on the processor, views of the buckets' memory.
+        """The tensors of a manifest on the processor, views of the buckets' memory; see `receive_each` for errors."""
+        found: dict[str, Tensor] = {}
+        for tensors in self.receive_each(manifest, deadline_s=deadline_s):
+            found.update(tensors)
+        return found
+
+    def receive_each(self, manifest: Manifest, *, deadline_s: float) -> Iterator[dict[str, Tensor]]:
+        """The tensors of a manifest on the processor, one bucket at a time, each in memory of its own.
 
         Raises:
             DeadlineExceeded, EngineFailed: the trainer is gone or late.
         """
         ends = time.monotonic() + deadline_s
-        found: dict[str, Tensor] = {}
         for bucket in buckets(manifest):
             flat = torch.empty(bucket.bytes, dtype=torch.uint8, device=self.device)
             self._step(flat, ends=ends)
-            found.update(_views(flat.cpu(), bucket))
-        return found
+            yield dict(_views(flat.cpu(), bucket))
 
     def close(self) -> None:
         """Leave; a call that blocks in another thread ends. Idempotent."""

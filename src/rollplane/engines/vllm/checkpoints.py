@@ -8,15 +8,37 @@ import hashlib
 import json
 import mmap
 import struct
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
+import numpy as np
 
 from rollplane.errors import InvalidRequest, NotFound
 
 _FLOATS: Final = frozenset({"F32", "F16", "BF16"})
 """Dtypes that vLLM converts among when it copies a tensor into a parameter."""
+
+_TORCH_NAMES: Final = {
+    "F64": "float64",
+    "F32": "float32",
+    "BF16": "bfloat16",
+    "F16": "float16",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E5M2": "float8_e5m2",
+    "I64": "int64",
+    "I32": "int32",
+    "I16": "int16",
+    "I8": "int8",
+    "U8": "uint8",
+    "BOOL": "bool",
+}
+"""torch's names of safetensors dtypes."""
+SAFETENSORS_NAMES: Final = {torch_name: name for name, torch_name in _TORCH_NAMES.items()}
+
+_EXPONENT_BITS: Final = {"F32": ("<u4", 0x7F80_0000), "BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00)}
+"""All of them set: an infinity or no number."""
 
 _HEADER_LIMIT_BYTES: Final = 100 * 2**20
 _CHUNK_BYTES: Final = 1 << 24
@@ -88,10 +110,11 @@ def changed_files(path: str, stamps: list[list[Any]]) -> str | None:
     return None
 
 
-def check_like(checkpoint: Checkpoint, loaded: Checkpoint, *, tied: bool) -> None:
+def check_like(checkpoint: Checkpoint, loaded: Checkpoint, *, tied: bool, param: str = "model_path") -> None:
     """Hold a checkpoint to the tensors of the one the engine was loaded from.
 
     Args:
+        param: the field that errors name.
         tied: the model ties its output embedding to its input embedding, so that `lm_head.weight` may be there or not.
 
     Raises:
@@ -102,7 +125,7 @@ def check_like(checkpoint: Checkpoint, loaded: Checkpoint, *, tied: bool) -> Non
     missing = sorted(set(loaded.tensors) - set(checkpoint.tensors) - optional)
     if unknown or missing:
         said = [f"{what} {_list(names)}" for what, names in (("unknown", unknown), ("missing", missing)) if names]
-        raise InvalidRequest(f"the checkpoint's tensors are not this model's: {'; '.join(said)}", param="model_path")
+        raise InvalidRequest(f"the checkpoint's tensors are not this model's: {'; '.join(said)}", param=param)
     for name, tensor in checkpoint.tensors.items():
         wanted = loaded.tensors.get(name)
         if wanted is None:
@@ -110,11 +133,34 @@ def check_like(checkpoint: Checkpoint, loaded: Checkpoint, *, tied: bool) -> Non
         if tensor.shape != wanted.shape:
             raise InvalidRequest(
                 f"tensor {name} has shape {list(tensor.shape)}, the model's has {list(wanted.shape)}",
-                param="model_path",
+                param=param,
             )
         if tensor.dtype != wanted.dtype and not {tensor.dtype, wanted.dtype} <= _FLOATS:
+            raise InvalidRequest(f"tensor {name} has dtype {tensor.dtype}, the model's has {wanted.dtype}", param=param)
+
+
+def check_values(checkpoint: Checkpoint, *, tied: bool, param: str = "model_path") -> None:
+    """Whether every value is finite, and an output embedding that the model ties equals the input one. Blocking.
+
+    A policy that diverged would make no usable token: every answer would fail on its log-probabilities.
+
+    Raises:
+        InvalidRequest: naming the tensors that are not.
+    """
+    with _Maps(checkpoint) as maps:
+        broken = sorted(name for name, tensor in checkpoint.tensors.items() if not _finite(maps, tensor))
+        if broken:
+            raise InvalidRequest(f"values that are not finite are in {_list(broken)}", param=param)
+        head = checkpoint.tensors.get("lm_head.weight")
+        inputs = next((t for n, t in checkpoint.tensors.items() if _is_input_embedding(n, t)), None)
+        if (
+            tied
+            and head is not None
+            and inputs is not None
+            and (head.dtype != inputs.dtype or not maps.same(head, inputs))
+        ):
             raise InvalidRequest(
-                f"tensor {name} has dtype {tensor.dtype}, the model's has {wanted.dtype}", param="model_path"
+                "lm_head.weight differs from the input embedding, but this model ties them", param=param
             )
 
 
@@ -141,35 +187,77 @@ def check_adapter_fits(shapes: dict[str, list[int]], loaded: Checkpoint) -> None
 def embedding_rows(loaded: Checkpoint) -> int | None:
     """Rows of the input embedding, which token ids must stay below; None where no tensor has a name that says so."""
     for name, tensor in loaded.tensors.items():
-        if name.endswith(_EMBEDDINGS) and len(tensor.shape) == 2 and "visual" not in name and "vision" not in name:
+        if _is_input_embedding(name, tensor):
             return tensor.shape[0]
     return None
+
+
+def _is_input_embedding(name: str, tensor: Tensor) -> bool:
+    return name.endswith(_EMBEDDINGS) and len(tensor.shape) == 2 and "visual" not in name and "vision" not in name
 
 
 def content_digest(checkpoint: Checkpoint) -> str:
     """sha256 over (name, dtype, shape, bytes) of every tensor in the order of names; 64 hex digits. Blocking.
 
-    It does not depend on how a checkpoint is cut into files.
+    It does not depend on how a checkpoint is cut into files, and is `engines.tensors.content_digest` of the same tensors:
+    a trainer that sends them and a worker that read them from disk know them by one name.
     """
     digest = hashlib.sha256()
-    maps: dict[str, mmap.mmap] = {}
-    try:
+    with _Maps(checkpoint) as maps:
         for name in sorted(checkpoint.tensors):
             tensor = checkpoint.tensors[name]
-            head = f"{name}\0{tensor.dtype}\0{','.join(map(str, tensor.shape))}".encode()
+            dtype = f"torch.{_TORCH_NAMES.get(tensor.dtype, tensor.dtype)}"
+            head = f"{name}\0{dtype}\0{','.join(map(str, tensor.shape))}".encode()
             digest.update(struct.pack(">Q", len(head)) + head + struct.pack(">Q", tensor.end - tensor.begin))
-            if tensor.file not in maps:
-                with (Path(checkpoint.path) / tensor.file).open("rb") as file:
-                    maps[tensor.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
-            with memoryview(maps[tensor.file]) as view:
-                for at in range(tensor.begin, tensor.end, _CHUNK_BYTES):
-                    digest.update(view[at : min(at + _CHUNK_BYTES, tensor.end)])
-    except OSError as error:
-        raise InvalidRequest(f"{checkpoint.path} cannot be read: {error}", param="model_path") from None
-    finally:
-        for each in maps.values():
-            each.close()
+            for chunk in maps.chunks(tensor):
+                digest.update(chunk)
     return digest.hexdigest()
+
+
+class _Maps:
+    """The files of a checkpoint, mapped into memory while the block lasts; errors of reading are InvalidRequest."""
+
+    def __init__(self, checkpoint: Checkpoint) -> None:
+        self._checkpoint = checkpoint
+        self._maps: dict[str, mmap.mmap] = {}
+
+    def __enter__(self) -> "_Maps":
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, _: object) -> None:
+        for each in self._maps.values():
+            each.close()
+        if isinstance(error, OSError):
+            raise InvalidRequest(f"{self._checkpoint.path} cannot be read: {error}", param="model_path") from None
+
+    def chunks(self, tensor: Tensor) -> Iterator[memoryview]:
+        """The bytes of a tensor, at most `_CHUNK_BYTES` at a time; each is valid until the next."""
+        if tensor.file not in self._maps:
+            with (Path(self._checkpoint.path) / tensor.file).open("rb") as file:
+                self._maps[tensor.file] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
+        with memoryview(self._maps[tensor.file]) as view:
+            for at in range(tensor.begin, tensor.end, _CHUNK_BYTES):
+                with view[at : min(at + _CHUNK_BYTES, tensor.end)] as chunk:
+                    yield chunk
+
+    def same(self, one: Tensor, other: Tensor) -> bool:
+        """Whether two tensors have the same bytes."""
+        return one.end - one.begin == other.end - other.begin and all(
+            a == b for a, b in zip(self.chunks(one), self.chunks(other), strict=True)
+        )
+
+
+def _finite(maps: _Maps, tensor: Tensor) -> bool:
+    if tensor.dtype not in _EXPONENT_BITS:
+        return True
+    kind, mask = _EXPONENT_BITS[tensor.dtype]
+    for chunk in maps.chunks(tensor):
+        values = np.frombuffer(chunk, dtype=kind)
+        found = bool(((values & mask) == mask).any())
+        del values  # the map cannot close while an array lies over it
+        if found:
+            return False
+    return True
 
 
 def _header(file: Path) -> dict[str, Tensor]:

@@ -19,6 +19,7 @@ from rollplane.admission import check_request
 from rollplane.engines.kv_mirror import KvMirror
 from rollplane.engines.vllm import convert, versions
 from rollplane.engines.vllm.adapters import Adapters
+from rollplane.engines.vllm.broadcast import Receiver, offered_backends
 from rollplane.engines.vllm.facts import read_info
 from rollplane.engines.vllm.features import MediaModel, engine_input, sample_model
 from rollplane.engines.vllm.live import LiveChoice, LiveRequest
@@ -31,6 +32,7 @@ from rollplane.engines.zmq_kv_events import ZmqKvEvents
 from rollplane.errors import Conflict, EngineDied, EngineFailed, InvalidRequest, RollplaneError
 from rollplane.identity import engine_salt
 from rollplane.protocol.admin import FlushReport, PauseMode, PauseReport, ResumeReport, StagedWeights
+from rollplane.protocol.broadcast import Manifest, TransferGroup
 from rollplane.protocol.events import EndEvent, Event, PromptEvent, ServedBy
 from rollplane.protocol.info import EngineHealth, EngineInfo
 from rollplane.protocol.kv_events import KvEvent
@@ -38,7 +40,7 @@ from rollplane.protocol.request import GenerateRequest
 
 
 class VllmEngine:
-    """An `Engine`, `WeightReceiver`, `AdapterHost` and `KvEventSource` over vLLM's `AsyncLLM`."""
+    """An `Engine`, `WeightReceiver`, `BroadcastReceiver`, `AdapterHost` and `KvEventSource` over vLLM's `AsyncLLM`."""
 
     isolates_versions: ClassVar = True
     """The salt is scoped by version here, where a queued request can still get another one at an update."""
@@ -49,6 +51,7 @@ class VllmEngine:
         self._engine: Any = None
         self._info: EngineInfo | None = None
         self._policy: Policy | None = None
+        self._receiver: Receiver | None = None
         self._adapters: Adapters | None = None
         self._media_model: MediaModel | None = None
         self._media: Any = None
@@ -100,6 +103,8 @@ class VllmEngine:
                 self._media = versions.media_api()
                 self._media_model = await asyncio.to_thread(sample_model, engine, self._media)
             self._info = read_info(settings, api, engine, loaded=loaded, media=self._media_model)
+            backends = await offered_backends(engine) if loaded is not None else []
+            self._info.capabilities.weight_transfer.extend(backends)
             if self._info.capabilities.lora is not None:
                 self._adapters = Adapters(engine, api, self._info.capabilities.lora, loaded)
             self._policy = Policy(
@@ -114,6 +119,7 @@ class VllmEngine:
                 resubmit=self._submit,
                 on_cleared=self._mirror.clear,
             )
+            self._receiver = Receiver(engine, self._policy, backends=backends, root=settings.received_weights_dir)
             self._kv_events = follow_kv_events(engine, self._mirror)
             if self._kv_events is not None:
                 self._kv_events.start()
@@ -139,6 +145,8 @@ class VllmEngine:
             await self._kv_events.close()
         self._mirror.end()
         await asyncio.to_thread(self._engine.shutdown)
+        if self._receiver is not None:
+            await self._receiver.close()
         if self._sockets is not None:
             self._sockets.cleanup()
 
@@ -223,6 +231,7 @@ class VllmEngine:
     async def apply_weights(self, staged: StagedWeights, *, version: str) -> None:
         """See `WeightReceiver.apply_weights`."""
         await self._policy_side().apply(staged, version=version)
+        await self._receiver_side().forget()
 
     async def set_policy_version(self, version: str) -> None:
         """See `WeightReceiver.set_policy_version`."""
@@ -231,6 +240,20 @@ class VllmEngine:
     async def flush_cache(self, *, preempt: bool = False) -> FlushReport:
         """See `WeightReceiver.flush_cache`."""
         return await self._policy_side().flush(preempt=preempt)
+
+    # BroadcastReceiver -----------------------------------------------------------------------------------------------
+
+    async def join_group(self, group: TransferGroup, *, deadline_s: float) -> None:
+        """See `BroadcastReceiver.join_group`."""
+        await self._receiver_side().join(group, deadline_s=deadline_s)
+
+    async def receive_weights(self, manifest: Manifest, *, deadline_s: float) -> StagedWeights:
+        """See `BroadcastReceiver.receive_weights`."""
+        return await self._receiver_side().receive(manifest, deadline_s=deadline_s)
+
+    async def leave_group(self) -> None:
+        """See `BroadcastReceiver.leave_group`."""
+        await self._receiver_side().leave()
 
     # AdapterHost -----------------------------------------------------------------------------------------------------
 
@@ -466,6 +489,11 @@ class VllmEngine:
         if self._policy is None:
             raise Conflict("the vLLM engine is not started")
         return self._policy
+
+    def _receiver_side(self) -> Receiver:
+        if self._receiver is None:
+            raise Conflict("the vLLM engine is not started")
+        return self._receiver
 
     def _adapter_side(self) -> Adapters:
         if self._adapters is None:

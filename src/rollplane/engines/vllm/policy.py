@@ -11,7 +11,13 @@ from typing import Any
 
 from rollplane.engines.vllm import versions
 from rollplane.engines.vllm.adapters import Adapters
-from rollplane.engines.vllm.checkpoints import Checkpoint, check_like, content_digest, read_checkpoint
+from rollplane.engines.vllm.checkpoints import (
+    Checkpoint,
+    check_like,
+    check_values,
+    content_digest,
+    read_checkpoint,
+)
 from rollplane.engines.vllm.live import LiveChoice, LiveRequest
 from rollplane.engines.vllm.versions import VllmApi
 from rollplane.errors import Conflict, EngineDied, EngineFailed, InvalidRequest
@@ -73,13 +79,18 @@ class Policy:
         """Whether nothing steps."""
         return not self.running.is_set()
 
+    @property
+    def good_path(self) -> str | None:
+        """Where the weights in place came from: they are loaded again should the next ones fail half-way."""
+        return self._good.path if self._good is not None else None
+
     async def pause(self, mode: PauseMode, *, clear_cache: bool = False) -> PauseReport:
         """See `WeightReceiver.pause`. New requests wait before vLLM in every mode."""
         was_paused = self.paused
         self.running.clear()
         before = self._open()
         try:
-            await self._ask(self.engine.pause_generation(mode=mode, clear_cache=clear_cache))
+            await self.ask(self.engine.pause_generation(mode=mode, clear_cache=clear_cache))
         except (EngineDied, EngineFailed):
             if not was_paused:
                 self.running.set()
@@ -107,22 +118,21 @@ class Policy:
             if self.broken is not None:
                 raise EngineDied(f"the model's weights are broken: {self.broken}")
             self._settle_cleared()
-            await self._ask(self.engine.resume_generation())
+            await self.ask(self.engine.resume_generation())
             self.running.set()
         return ResumeReport(was_paused=was_paused, policy_version=self.version)
 
-    async def stage(self, path: str) -> StagedWeights:
-        """See `WeightReceiver.stage_weights`. The digest covers the bytes; the handle says which files they were."""
-        loaded = self._loaded
-        if loaded is None:
-            raise InvalidRequest(
-                "the engine was not loaded from local safetensors files, so there is nothing to hold a checkpoint to",
-                param="model_path",
-            )
+    async def stage(self, path: str, *, param: str = "model_path") -> StagedWeights:
+        """See `WeightReceiver.stage_weights`. The digest covers the bytes; the handle says which files they were.
+
+        Args:
+            param: the field that errors name.
+        """
 
         def read() -> StagedWeights:
             found = read_checkpoint(path)
-            check_like(found, loaded, tied=self._tied)
+            self.check_fits(found, param=param)
+            check_values(found, tied=self._tied, param=param)
             return StagedWeights(
                 path=path,
                 digest=content_digest(found),
@@ -132,6 +142,19 @@ class Policy:
             )
 
         return await asyncio.to_thread(read)
+
+    def check_fits(self, checkpoint: Checkpoint, *, param: str) -> None:
+        """Hold a checkpoint's names, shapes and dtypes to the model.
+
+        Raises:
+            InvalidRequest: naming what does not fit.
+        """
+        if self._loaded is None:
+            raise InvalidRequest(
+                "the engine was not loaded from local safetensors files, so there is nothing to hold a checkpoint to",
+                param=param,
+            )
+        check_like(checkpoint, self._loaded, tied=self._tied, param=param)
 
     async def apply(self, staged: StagedWeights, *, version: str) -> None:
         """See `WeightReceiver.apply_weights`."""
@@ -146,7 +169,7 @@ class Policy:
             kept = [(live, choice, made) for live, choice, made in counted if not known or made > 0]
             try:
                 for _, choice in fresh:
-                    await self._ask(versions.abort(self.engine, choice.leave()))
+                    await self.ask(versions.abort(self.engine, choice.leave()))
                 await self._load(staged)
                 self.broken = None
                 await self._drop_old_caches(version, [(live, choice) for live, choice, _ in kept])
@@ -219,7 +242,7 @@ class Policy:
         raise EngineDied(f"the checkpoint did not load, nor did the old weights again: {broken[0]}")
 
     async def _load_files(self, staged: StagedWeights) -> list[dict[str, Any]]:
-        answers: list[dict[str, Any]] = await self._ask(
+        answers: list[dict[str, Any]] = await self.ask(
             self.engine.collective_rpc("rollplane_load_weights", kwargs={"path": staged.path, "stamps": staged.handle})
         )
         return answers
@@ -246,9 +269,9 @@ class Policy:
         vLLM's encoder and processor caches must not go while a prompt is being computed from them.
         """
         if running or self.paused or not self._open():
-            await self._ask(self.engine.reset_mm_cache())
-            await self._ask(self.engine.reset_encoder_cache())
-        reset: bool = await self._ask(self.engine.reset_prefix_cache(reset_running_requests=running))
+            await self.ask(self.engine.reset_mm_cache())
+            await self.ask(self.engine.reset_encoder_cache())
+        reset: bool = await self.ask(self.engine.reset_prefix_cache(reset_running_requests=running))
         if reset:
             self._on_cleared()
         return reset
@@ -260,7 +283,7 @@ class Policy:
             except Exception as error:  # the reader must hear of it, whatever it is
                 choice.fail(error)
 
-    async def _ask(self, call: Awaitable[Any]) -> Any:
+    async def ask(self, call: Awaitable[Any]) -> Any:
         """Await a call to the engine; its failure as ours."""
         try:
             return await call

@@ -25,6 +25,8 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     (tokens), `max_num_seqs`, `seed`: vLLM's arguments of these names, its own defaults where None. `engine_args`: any other
     of vLLM's engine arguments, as words; they win over the rest. `isolate_by_version`: cached KV is scoped by policy
     version, so that an update need not drop what kept requests hold; else an update makes them recompute.
+    `received_weights_dir`: where weights from a trainer's broadcast lie until they are in place, and the last ones after
+    it; None: in memory (`/dev/shm`) where there is room, else among the temporary files.
     `allow_untested_vllm`: go on with a vLLM release that was not tried.
     """
 
@@ -37,6 +39,7 @@ class VllmSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     seed: int | None = None
     engine_args: tuple[str, ...] = ()
     isolate_by_version: bool = True
+    received_weights_dir: str | None = None
     allow_untested_vllm: bool = False
 
 

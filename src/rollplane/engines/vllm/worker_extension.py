@@ -1,4 +1,5 @@
-"""What runs inside vLLM's worker processes: replacing the weights of a loaded model.
+"""What runs inside vLLM's worker processes: replacing the weights of a loaded model, and its ranks in a
+trainer's broadcast (`group_extension`).
 
 vLLM mixes `WorkerExtension` into its worker class, so every name here starts with `rollplane_`. Calls and answers are
 plain data; an exception would arrive as text only, so what went wrong is an answer too.
@@ -8,9 +9,10 @@ from collections.abc import Iterator
 from typing import Any
 
 from rollplane.engines.vllm.checkpoints import changed_files
+from rollplane.engines.vllm.group_extension import GroupExtension
 
 
-class WorkerExtension:
+class WorkerExtension(GroupExtension):
     """Mixed into vLLM's worker; `self` is the worker."""
 
     model_runner: Any
