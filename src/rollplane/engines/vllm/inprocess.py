@@ -20,6 +20,7 @@ from rollplane.engines.kv_mirror import KvMirror
 from rollplane.engines.vllm import convert, versions
 from rollplane.engines.vllm.adapters import Adapters
 from rollplane.engines.vllm.broadcast import Receiver, offered_backends
+from rollplane.engines.vllm.core_reader import CoreReader
 from rollplane.engines.vllm.facts import read_info
 from rollplane.engines.vllm.features import MediaModel, engine_input, sample_model
 from rollplane.engines.vllm.live import LiveChoice, LiveRequest
@@ -27,7 +28,8 @@ from rollplane.engines.vllm.media import check_urls, placeholders_of, rendered
 from rollplane.engines.vllm.policy import Policy
 from rollplane.engines.vllm.settings import VllmSettings
 from rollplane.engines.vllm.start import follow_kv_events, read_loaded, start_engine
-from rollplane.engines.vllm.versions import Progress, VllmApi
+from rollplane.engines.vllm.step_stats import Progress, vllm_families
+from rollplane.engines.vllm.versions import VllmApi
 from rollplane.engines.zmq_kv_events import ZmqKvEvents
 from rollplane.errors import Conflict, EngineDied, EngineFailed, InvalidRequest, RollplaneError
 from rollplane.identity import engine_salt
@@ -49,6 +51,7 @@ class VllmEngine:
         self.settings = settings
         self._api: VllmApi | None = None
         self._engine: Any = None
+        self._reader: CoreReader | None = None
         self._info: EngineInfo | None = None
         self._policy: Policy | None = None
         self._receiver: Receiver | None = None
@@ -91,11 +94,9 @@ class VllmEngine:
         settings = self.settings
         api = self._api = versions.load_api(allow_untested=settings.allow_untested_vllm)
         sockets = self._sockets = tempfile.TemporaryDirectory(prefix="rollplane-kv-")
-        engine = self._engine = await asyncio.to_thread(
-            start_engine, settings, api, self._progress, kv_events_at=sockets.name
-        )
+        engine = self._engine = await asyncio.to_thread(start_engine, settings, api, kv_events_at=sockets.name)
         try:
-            versions.watch(engine, self._on_death)
+            self._reader = versions.watch(engine, api.version, self._progress, self._on_death)
             await engine.get_supported_tasks()
             loaded = await asyncio.to_thread(read_loaded, engine)
             config = engine.vllm_config.model_config
@@ -124,7 +125,7 @@ class VllmEngine:
             if self._kv_events is not None:
                 self._kv_events.start()
         except BaseException:
-            await asyncio.to_thread(engine.shutdown)
+            await versions.shut_down(engine, self._reader)
             raise
 
     async def close(self, *, grace_s: float = 0.0) -> None:
@@ -144,7 +145,7 @@ class VllmEngine:
         if self._kv_events is not None:
             await self._kv_events.close()
         self._mirror.end()
-        await asyncio.to_thread(self._engine.shutdown)
+        await versions.shut_down(self._engine, self._reader)
         if self._receiver is not None:
             await self._receiver.close()
         if self._sockets is not None:
@@ -208,6 +209,13 @@ class VllmEngine:
             kv_usage=progress.kv_usage,
             counters={"preemptions": progress.preemptions},
         )
+
+    def metric_families(self) -> list[Any]:
+        """All that vLLM counts, as Prometheus' metric families, to the last step."""
+        if self._reader is None:
+            return []
+        self._reader.stats.tell()
+        return list(vllm_families())
 
     # WeightReceiver --------------------------------------------------------------------------------------------------
 

@@ -1,6 +1,7 @@
 """The policy of one vLLM engine: pause, weight update, cache reset, with exact version spans.
 
-Token counts are read while nothing steps: after a pause, when every output that arrived is processed. A choice without
+Token counts are read while nothing steps. A pause's answer comes last on the socket that brings the tokens made before it,
+and messages are processed in their order, so all of them are counted by then. A choice without
 tokens at an update starts over (its vLLM request is replaced), so that its prompt's KV and first token are wholly the new
 version's and under the new version's salt; one with tokens goes on with its own KV and gets a span.
 """
@@ -95,7 +96,6 @@ class Policy:
             if not was_paused:
                 self.running.set()
             raise
-        await versions.settle(self.engine)
         left = [(live, choice) for live, choice in before if self._made(choice) is not None]
         if clear_cache:
             self._mark_cleared(left)
@@ -161,7 +161,7 @@ class Policy:
         async with self._lock:
             if not self.paused:
                 raise Conflict(f"weights change only while paused; this engine is {self!r}")
-            known = await versions.settle(self.engine)
+            known = not self.engine.errored
             counted = [
                 (live, choice, made) for live, choice in self._open() if (made := self._made(choice)) is not None
             ]

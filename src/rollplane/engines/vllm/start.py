@@ -7,7 +7,7 @@ from typing import Any, Final
 from rollplane.engines.kv_mirror import KvMirror
 from rollplane.engines.vllm.checkpoints import Checkpoint, read_checkpoint
 from rollplane.engines.vllm.settings import VllmSettings, check_engine_args, engine_words, needs_v2_runner
-from rollplane.engines.vllm.versions import Progress, VllmApi, keep_own_logger, parse_engine_args, progress_logger
+from rollplane.engines.vllm.versions import VllmApi, parse_engine_args
 from rollplane.engines.zmq_kv_events import ZmqKvEvents
 from rollplane.errors import EngineDied, InvalidRequest, NotFound
 
@@ -16,7 +16,7 @@ _INSECURE: Final = "VLLM_ALLOW_INSECURE_SERIALIZATION"
 _REDIRECTS: Final = "VLLM_MEDIA_URL_ALLOW_REDIRECTS"
 
 
-def start_engine(settings: VllmSettings, api: VllmApi, progress: Progress, *, kv_events_at: str) -> Any:
+def start_engine(settings: VllmSettings, api: VllmApi, *, kv_events_at: str) -> Any:
     """A loaded vLLM engine.
 
     Raises:
@@ -45,15 +45,12 @@ def start_engine(settings: VllmSettings, api: VllmApi, progress: Progress, *, kv
             f"vLLM {api.version} refuses to start{reason}: {type(error).__name__}: {error}", param="engine_args"
         ) from error
     try:
-        engine = api.AsyncLLM.from_vllm_config(
+        engine: Any = api.AsyncLLM.from_vllm_config(
             config,
-            stat_loggers=[progress_logger(api, progress)],
-            disable_log_stats=True,  # vLLM's own loggers, which cost each step a fifth; ours is kept
             enable_log_requests=args.enable_log_requests,
         )
     except Exception as error:  # the engine core runs in another process: its failure arrives as any kind
         raise EngineDied(f"vLLM {api.version} did not start: {type(error).__name__}: {error}") from error
-    keep_own_logger(engine)
     return engine
 
 

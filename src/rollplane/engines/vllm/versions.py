@@ -1,5 +1,5 @@
-"""Which vLLM is installed, where its parts are in that release, and the few of its insides that are read: here, and per token in
-`per_token`.
+"""Which vLLM is installed, where its parts are in that release, and the few of its insides that are read: here, and what its
+engine core sends in `core_reader`.
 
 Everything else in this package takes a `VllmApi`; nothing else imports vLLM. Supported are the releases in `SUPPORTED`;
 an unknown one is refused by name, because a part that moved or changed its meaning would show as wrong samples.
@@ -8,20 +8,19 @@ an unknown one is refused by name, because a part that moved or changed its mean
 import asyncio
 import importlib.metadata
 import os
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
 
 import msgspec
 
-from rollplane.engines.vllm.per_token import collect_logprobs, read_arrays_plainly, time_tokens_plainly
+from rollplane.engines.vllm.core_reader import CoreApi, CoreReader
+from rollplane.engines.vllm.folded import fold
+from rollplane.engines.vllm.step_stats import Progress, StepStats
 from rollplane.errors import InvalidRequest
 
 SUPPORTED: Final = ("0.31", "0.29")
 """Release lines that were tried, newest first."""
-
-BARRIER_TIMEOUT_S: Final = 5.0
 
 
 def found_version() -> str:
@@ -71,7 +70,6 @@ class VllmApi:
     LoRARequest: Any
     ClientError: type[Exception]
     DeadError: type[Exception]
-    StatLogger: Any
     tokens_input: Any
     mm_input: Any
     on_cpu: bool
@@ -96,15 +94,14 @@ def load_api(*, allow_untested: bool = False) -> VllmApi:
         from vllm.platforms import current_platform
         from vllm.v1.engine.async_llm import AsyncLLM
         from vllm.v1.engine.exceptions import EngineDeadError
-        from vllm.v1.metrics.loggers import StatLoggerBase
 
         from vllm import sampling_params as sampling
 
         fields = frozenset(sampling.SamplingParams.__struct_fields__)
-        if lacking := {"flat_logprobs", "skip_clone", "output_kind"} - fields:
-            raise AttributeError(f"SamplingParams has no {sorted(lacking)[0]}")
+        if missing := {"flat_logprobs", "skip_clone", "output_kind"} - fields:
+            raise AttributeError(f"SamplingParams has no {sorted(missing)[0]}")
     except (ImportError, AttributeError) as error:
-        raise InvalidRequest(f"vLLM {version} lacks a part that this release needs: {error}", param="engine") from error
+        raise lacking(version, str(error)) from error
     return VllmApi(
         version=version,
         line=line,
@@ -118,7 +115,6 @@ def load_api(*, allow_untested: bool = False) -> VllmApi:
         LoRARequest=LoRARequest,
         ClientError=_client_error(),
         DeadError=EngineDeadError,
-        StatLogger=StatLoggerBase,
         tokens_input=tokens_input,
         mm_input=mm_input,
         on_cpu=bool(current_platform.is_cpu()),
@@ -161,15 +157,133 @@ def parse_engine_args(api: VllmApi, argv: list[str]) -> Any:
     return api.AsyncEngineArgs.from_cli_args(parser.parse_args(argv))
 
 
-def watch(engine: Any, on_death: Callable[[], None]) -> None:
+def core_api(version: str) -> CoreApi:
+    """What the engine core's messages are read with.
+
+    Raises:
+        InvalidRequest: a part that this release keeps elsewhere; naming it.
+    """
+    try:
+        from vllm.v1.engine import EngineCoreOutput, EngineCoreOutputs
+        from vllm.v1.engine.core import EngineCoreProc
+        from vllm.v1.engine.core_client import _process_utility_output
+        from vllm.v1.engine.exceptions import EngineDeadError
+        from vllm.v1.metrics.stats import IterationStats, SchedulerStats
+        from vllm.v1.serial_utils import MsgpackDecoder
+
+        return CoreApi(
+            Output=EngineCoreOutput,
+            Outputs=EngineCoreOutputs,
+            SchedulerStats=SchedulerStats,
+            IterationStats=IterationStats,
+            Decoder=MsgpackDecoder,
+            DeadError=EngineDeadError,
+            dead_message=EngineCoreProc.ENGINE_CORE_DEAD,
+            finish_utility=_process_utility_output,
+        )
+    except (ImportError, AttributeError) as error:
+        raise lacking(version, str(error)) from error
+
+
+_PARTS: Final = (
+    "add_request",
+    "abort",
+    "add_lora",
+    "collective_rpc",
+    "engine_core.resources.output_queue_task",
+    "engine_core.resources.output_socket",
+    "engine_core.utility_results",
+    "errored",
+    "get_supported_tasks",
+    "logger_manager.stat_loggers",
+    "model_config",
+    "output_handler",
+    "output_processor.process_outputs",
+    "output_processor.propagate_error",
+    "output_processor.request_states",
+    "output_processor.update_scheduler_stats",
+    "pause_generation",
+    "remove_lora",
+    "renderer.mm_processor_cache",
+    "renderer.stat_mm_cache",
+    "reset_encoder_cache",
+    "reset_mm_cache",
+    "reset_prefix_cache",
+    "resume_generation",
+    "shutdown",
+    "tokenizer",
+    "vllm_config.cache_config.num_gpu_blocks",
+    "vllm_config.model_config.max_logprobs",
+    "vllm_config.parallel_config.world_size",
+    "vllm_config.scheduler_config.policy",
+)
+"""What is read or called of a running `AsyncLLM`, beside its constructor."""
+
+
+def check_parts(engine: Any, version: str) -> None:
+    """Refuse an engine that lacks a part of `_PARTS`.
+
+    Raises:
+        InvalidRequest: naming the part.
+    """
+    for path in _PARTS:
+        found, gone = engine, ""
+        for name in path.split("."):
+            gone = f"{gone}.{name}" if gone else name
+            if not hasattr(found, name):
+                raise lacking(version, f"AsyncLLM.{gone}")
+            found = getattr(found, name)
+
+
+def lacking(version: str, part: str) -> InvalidRequest:
+    """Our error for a release whose parts are elsewhere."""
+    return InvalidRequest(f"vLLM {version} lacks a part that this release needs: {part}", param="engine")
+
+
+def watch(engine: Any, version: str, progress: Progress, on_death: Callable[[], None]) -> CoreReader:
     """Begin to read the engine core's outputs, and say when that ends: the engine is gone then.
 
     Left alone, vLLM begins with the first request, and a death before it goes unseen.
+
+    Raises:
+        InvalidRequest: a part that this release keeps elsewhere, or messages of another shape; naming it.
     """
-    read_arrays_plainly(engine.engine_core.decoder)
-    time_tokens_plainly(engine.output_processor)
-    engine._run_output_handler()
-    engine.output_handler.add_done_callback(lambda _: on_death())
+    import zmq
+
+    check_parts(engine, version)
+    core = engine.engine_core
+    if engine.output_handler is not None or core.resources.output_queue_task is not None:
+        raise lacking(version, "AsyncLLM.output_handler (it reads already)")
+    if hasattr(type(core), "process_engine_outputs"):
+        raise lacking(version, f"{type(core).__name__} without process_engine_outputs (it serves several engines)")
+    api = core_api(version)
+    stats = StepStats(
+        engine.logger_manager,
+        SchedulerStats=api.SchedulerStats,
+        IterationStats=api.IterationStats,
+        cache_stats=engine.renderer.stat_mm_cache,
+        progress=progress,
+    )
+    socket: Any = zmq.Socket.shadow(core.resources.output_socket)
+    try:
+        reader = CoreReader(engine, socket, api, stats=stats, on_end=on_death)
+    except ValueError as error:
+        raise lacking(version, str(error)) from error
+    engine.output_handler = core.resources.output_queue_task = reader.start()
+    return reader
+
+
+async def shut_down(engine: Any, reader: CoreReader | None) -> None:
+    """End an engine, its processes and its sockets.
+
+    vLLM leaves its ZMQ context to the garbage collector, whose order can hang; nothing uses it any more.
+    """
+    if reader is not None:
+        await reader.stop()
+    await asyncio.to_thread(engine.shutdown)
+    context = getattr(getattr(engine.engine_core, "resources", None), "ctx", None)
+    if context is not None:
+        await asyncio.to_thread(context.destroy, linger=0)
 
 
 async def submit(engine: Any, request_id: str, prompt: Any, params: Any, **options: Any) -> Any:
@@ -181,7 +295,7 @@ async def submit(engine: Any, request_id: str, prompt: Any, params: Any, **optio
     collector = await engine.add_request(request_id, prompt, params, **options)
     state = engine.output_processor.request_states.get(collector.request_id)
     if state is not None:
-        collect_logprobs(state, params)
+        fold(state, params)
     return collector
 
 
@@ -199,82 +313,9 @@ def output_tokens(engine: Any, collector: Any) -> int | None:
     return None if state is None else int(state.detokenizer.num_output_tokens())
 
 
-class _Turn:
-    """Takes its turn among the engine core's outputs: when the handler reads it, all that came before are processed."""
-
-    engine_index = 0
-    timestamp = 0.0
-    scheduler_stats = None
-
-    def __init__(self) -> None:
-        self.reached = asyncio.Event()
-
-    @property
-    def outputs(self) -> list[Any]:
-        self.reached.set()
-        return []
-
-
-async def settle(engine: Any) -> bool:
-    """Wait until every output that has arrived is processed; False when the engine cannot say.
-
-    A pause returns when the engine core is idle. Its last outputs have arrived by then, for they travel on the same
-    socket as the pause's answer, but may not be counted yet.
-    """
-    if engine.errored:
-        return False
-    turn = _Turn()
-    engine.engine_core.outputs_queue.put_nowait(turn)
-    try:
-        await asyncio.wait_for(turn.reached.wait(), BARRIER_TIMEOUT_S)
-    except TimeoutError:
-        return False
-    return True
-
-
 def fail_collector(collector: Any, error: Exception) -> None:
     """End a collector's reader with an error."""
     collector.put(error)
-
-
-@dataclass
-class Progress:
-    """What the engine core said last: monotonic seconds, requests, share of the KV cache in use (0 to 1)."""
-
-    moved_at: float
-    running: int = 0
-    waiting: int = 0
-    kv_usage: float | None = None
-    preemptions: int = 0
-
-
-def progress_logger(api: VllmApi, progress: Progress) -> Any:
-    """A vLLM stat logger factory that keeps `progress` up to date; one call per step of the engine core."""
-
-    class ProgressLogger(api.StatLogger):  # type: ignore[misc, name-defined]
-        def __init__(self, vllm_config: Any, engine_index: int = 0) -> None:
-            """Nothing to set up: one record for all."""
-
-        def record(self, scheduler_stats: Any, iteration_stats: Any, *_: Any, **__: Any) -> None:
-            if iteration_stats is not None:
-                progress.moved_at = time.monotonic()
-                progress.preemptions += int(getattr(iteration_stats, "num_preempted_reqs", 0))
-            if scheduler_stats is not None:
-                progress.moved_at = time.monotonic()
-                progress.running = int(scheduler_stats.num_running_reqs)
-                progress.waiting = int(scheduler_stats.num_waiting_reqs)
-                progress.kv_usage = float(scheduler_stats.kv_cache_usage)
-
-        def log_engine_initialized(self) -> None:
-            """Nothing to say."""
-
-    return ProgressLogger
-
-
-def keep_own_logger(engine: Any) -> None:
-    """Drop vLLM's Prometheus logger, which it adds whatever it was told: a seventh of the API side's work per step."""
-    manager = engine.logger_manager
-    manager.stat_loggers = manager.stat_loggers[:1]
 
 
 def make_sampling_params(api: VllmApi, fields: dict[str, Any]) -> Any:

@@ -1,11 +1,12 @@
-"""Which vLLM may be used, and the order that token counts are read in."""
+"""Which vLLM may be used, and that it has what is used of it."""
 
-import asyncio
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from rollplane.engines.vllm import versions
+from rollplane.engines.vllm.step_stats import Progress
 from rollplane.errors import InvalidRequest
 
 
@@ -22,44 +23,32 @@ def test_others_are_refused_by_name_unless_allowed(version: str) -> None:
     assert versions.check_version(version, allow_untested=True)
 
 
-class Core:
-    def __init__(self) -> None:
-        self.outputs_queue: asyncio.Queue[Any] = asyncio.Queue()
+def engine(**changes: Any) -> Any:
+    """Something that has every part of an engine."""
+    made = SimpleNamespace()
+    for path in versions._PARTS:
+        at = made
+        *way, last = path.split(".")
+        for name in way:
+            at = at.__dict__.setdefault(name, SimpleNamespace())
+        setattr(at, last, None)
+    made.__dict__.update(changes)
+    return made
 
 
-class Engine:
-    """An engine whose outputs are processed one by one, as vLLM's handler does it."""
-
-    def __init__(self) -> None:
-        self.errored = False
-        self.engine_core = Core()
-        self.processed = 0
-
-    async def handle(self) -> None:
-        while True:
-            outputs = await self.engine_core.outputs_queue.get()
-            for _ in outputs.outputs:
-                await asyncio.sleep(0)
-                self.processed += 1
+def test_an_engine_without_a_part_is_refused_by_its_name() -> None:
+    versions.check_parts(engine(), "0.99.0")
+    for path in versions._PARTS:
+        made = engine()
+        at = made
+        *way, last = path.split(".")
+        for name in way:
+            at = getattr(at, name)
+        delattr(at, last)
+        with pytest.raises(InvalidRequest, match=rf"vLLM 0\.99\.0 lacks .*AsyncLLM\.{path}"):
+            versions.check_parts(made, "0.99.0")
 
 
-class Outputs:
-    outputs = (1, 2, 3)
-
-
-async def test_settling_waits_for_every_output_that_arrived() -> None:
-    engine = Engine()
-    for _ in range(5):
-        engine.engine_core.outputs_queue.put_nowait(Outputs())
-    handler = asyncio.create_task(engine.handle())
-
-    assert await versions.settle(engine)
-    assert engine.processed == 15
-    handler.cancel()
-
-
-async def test_a_dead_engine_does_not_settle() -> None:
-    engine = Engine()
-    engine.errored = True
-
-    assert not await versions.settle(engine)
+def test_an_engine_that_is_read_already_is_refused() -> None:
+    with pytest.raises(InvalidRequest, match="reads already"):
+        versions.watch(engine(output_handler="a task"), "0.99.0", Progress(moved_at=0.0), lambda: None)
