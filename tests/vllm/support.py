@@ -41,13 +41,15 @@ def make_engine(model: Path, *engine_args: str, **settings: Any) -> VllmEngine:
 class LastingEngine(VllmEngine):
     """An engine that several workers have one after the other: starting it again brings it back to how it began."""
 
+    first_version = "initial"
+
     async def start(self) -> None:
         if self._api is None:
             await super().start()
         else:
             await self.begin_again()
 
-    async def begin_again(self, *, version: str = "initial") -> None:
+    async def begin_again(self) -> None:
         """No request, no adapter, no group, the first weights, running."""
         for request_id in list(self._live):
             await self.abort(request_id)
@@ -56,7 +58,7 @@ class LastingEngine(VllmEngine):
         for name in await self.loaded_adapters():
             await self.unload_adapter(name)
         await self.pause("abort", clear_cache=True)
-        await self.apply_weights(await self.stage_weights(self.settings.model), version=version)
+        await self.apply_weights(await self.stage_weights(self.settings.model), version=self.first_version)
         await self.resume()
 
     async def close(self, *, grace_s: float = 0.0) -> None:

@@ -1,0 +1,111 @@
+"""Adapter versions from the file system on a real vLLM; transformers with the factors merged says what each makes."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import pytest_asyncio
+from safetensors.torch import load_file
+from tests.e2e.server_support import Served, eventually, serving
+from tests.models.tiny import shared_model
+from tests.vllm.reference import Reference
+from tests.vllm.support import LastingEngine, prompt
+
+from rollplane.client.admin import AdminClient
+from rollplane.protocol.response import GenerateResponse
+from rollplane.testing import answer, make_request, watching
+from rollplane.worker import Worker
+
+pytestmark = pytest.mark.asyncio(loop_scope="session")
+
+NAME = "step"
+SCALE = 2.0
+"""lora_alpha / r of the tiny adapters."""
+
+
+@pytest_asyncio.fixture(loop_scope="session")
+async def served(lora_engine: LastingEngine) -> AsyncIterator[Served]:
+    async with serving(Worker(lora_engine)) as found:
+        yield found
+
+
+@pytest.fixture(scope="module")
+def base() -> Reference:
+    return Reference(shared_model("qwen3"))
+
+
+def merged(base: Reference, adapter: str) -> Reference:
+    """The first weights with an adapter's change added to them."""
+    factors = load_file(Path(adapter) / "adapter_model.safetensors")
+    found = Reference(shared_model("qwen3"))
+    tensors = base.tensors()
+    for name, a in factors.items():
+        if ".lora_A." in name:
+            weight = name.removeprefix("base_model.model.").replace(".lora_A.", ".")
+            tensors[weight] += SCALE * factors[name.replace(".lora_A.", ".lora_B.")] @ a
+    found.load(tensors)
+    return found
+
+
+def worker_of(served: Served) -> Worker:
+    assert served.service.worker is not None
+    return served.service.worker
+
+
+async def greedy(served: Served, model: str | None, max_tokens: int = 12) -> GenerateResponse:
+    sampling: dict[str, Any] = {"temperature": 0.0, "max_tokens": max_tokens, "ignore_eos": True, "logprobs": 0}
+    return await answer(worker_of(served), make_request(prompt(), fields={"model": model}, **sampling))
+
+
+async def generations(served: Served) -> list[tuple[int, str, int]]:
+    return [(record.generation, record.state, record.leases) for record in await worker_of(served).adapters()]
+
+
+async def test_four_versions_under_one_name_take_effect_one_by_one(
+    served: Served, base: Reference, lora_paths: list[str]
+) -> None:
+    made = set()
+    async with AdminClient(served.url) as admin:
+        for i, path in enumerate(lora_paths):
+            record = await admin.load_adapter(NAME, path)
+            assert (record.generation, record.engine_name) == (i + 1, f"{NAME}@{i + 1}")
+            response = await greedy(served, NAME)
+            merged(base, path).check(prompt(), response)
+            assert response.served_by.adapter_generation == i + 1
+            made.add(tuple(response.choices[0].token_ids.tolist()))
+    base.check(prompt(), await greedy(served, None))
+
+    assert len(made) == 4
+
+    async def one_is_left() -> bool:
+        return await generations(served) == [(4, "ready", 0)]
+
+    await eventually(one_is_left)
+
+
+async def test_a_request_keeps_the_generation_it_began_with_and_that_goes_with_its_last_lease(
+    served: Served, base: Reference, lora_paths: list[str]
+) -> None:
+    old, new = lora_paths[:2]
+    worker = worker_of(served)
+    await worker.load_adapter(NAME, old)
+    sampling: dict[str, Any] = {"temperature": 0.0, "max_tokens": 600, "ignore_eos": True, "logprobs": 0}
+    request = make_request(prompt(), stream=True, fields={"model": NAME}, **sampling)
+    async with watching(worker, request) as (watch,):
+        await watch.until_tokens(3)
+        async with asyncio.timeout(10):
+            await worker.load_adapter(NAME, new)
+        merged(base, new).check(prompt(), await greedy(served, NAME))
+        assert await generations(served) == [(1, "draining", 1), (2, "ready", 0)]
+        assert not watch.over
+        lived = await watch.answer()
+
+    merged(base, old).check(prompt(), lived)
+    assert lived.served_by.adapter_generation == 1
+
+    async def old_is_gone() -> bool:
+        return await generations(served) == [(2, "ready", 0)]
+
+    await eventually(old_is_gone)
