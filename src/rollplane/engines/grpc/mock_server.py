@@ -72,6 +72,7 @@ class MockVllmServer:
         engine: what makes tokens; started and closed with the server.
         address: HOST:PORT to listen on; port 0 takes a free one, see `port`.
         tokens_per_message: how streams are cut; 1 as vLLM does, None as the engine's events come.
+        whole: streams too are made in one go by the engine before they are cut: with None, one message has the answer.
         model_id: what GetModelInfo names as the model, a directory for clients that read it; the engine's name if None.
         world_size: what GetServerInfo reports; 0 as older servers do.
         multimodal: what GetModelInfo reports; None: whether the engine takes features.
@@ -87,6 +88,7 @@ class MockVllmServer:
         *,
         address: str = "127.0.0.1:0",
         tokens_per_message: int | None = 1,
+        whole: bool = False,
         model_id: str | None = None,
         world_size: int | None = None,
         multimodal: bool | None = None,
@@ -106,6 +108,7 @@ class MockVllmServer:
         )
         self._address = address
         self._cut = tokens_per_message
+        self._whole = whole
         self._model_id = model_id
         self._world_size = world_size
         self._multimodal = multimodal
@@ -191,7 +194,7 @@ class MockVllmServer:
         announced = False
         held: pb.SequenceOutput | None = None  # the last output waits for what the end adds to it
         try:
-            async with aclosing(self._run(wire, stream=True)) as events:
+            async with aclosing(self._run(wire, stream=not self._whole)) as events:
                 async for event in events:
                     if not announced:
                         announced = True

@@ -1,0 +1,159 @@
+"""The servers that are measured side by side, as processes of this machine, each stack with the ids of its processes.
+
+A stack is what a user would put between a client and an engine. Its engine's own process (the mock vLLM server, vLLM's
+engine core) is no part of it and is not counted.
+"""
+
+import asyncio
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import aiohttp
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+from tests.models.tiny import shared_model
+from tests.real import processes
+
+TICK_S = 1 / os.sysconf("SC_CLK_TCK")
+ROLLPLANE = [sys.executable, "-m", "rollplane.cli.main"]
+START_S = 60.0
+MODEL = "roll"
+MAX_MODEL_LEN = 40_000
+MOE = {"layers": 48, "top_k": 8, "num_experts": 128}
+
+
+@dataclass(frozen=True)
+class Stack:
+    """`url`: its base. `pids`: its processes by name. `streams`, `msgpack`: whether it has such answers."""
+
+    name: str
+    engine: str
+    url: str
+    pids: dict[str, int]
+    streams: bool = True
+    msgpack: bool = True
+    log: Path = field(default=Path(os.devnull))
+
+    def cpu_s(self) -> dict[str, float]:
+        """CPU seconds of each process since it started, user and system."""
+        return {name: cpu_s(pid) for name, pid in self.pids.items()}
+
+
+def cpu_s(pid: int) -> float:
+    """CPU seconds of a process since it started, all its threads, user and system."""
+    fields = Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()
+    return (int(fields[11]) + int(fields[12])) * TICK_S
+
+
+class Rack:
+    """Starts stacks and ends them with the block that holds it.
+
+    Args:
+        root: for logs and discovery files.
+    """
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self._stack = contextlib.ExitStack()
+
+    def __enter__(self) -> "Rack":
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self._stack.close()
+
+    def run(self, command: list[str], name: str) -> int:
+        """Start a command; its process id."""
+        return self._stack.enter_context(processes.running(command, self.root / f"{name}.log", environment={})).pid
+
+    def mock(self, *, tokens_per_message: int, name: str = "mock", multimodal: bool = False) -> processes.Server:
+        """A mock vLLM gRPC server."""
+        (port,) = processes.free_ports(1)
+        command = [sys.executable, str(Path(__file__).with_name("mock_vllm.py")), "--port", str(port)]
+        command += ["--model", str(shared_model("qwen3")), "--tokens-per-message", str(tokens_per_message)]
+        pid = self.run([*command, *(["--multimodal"] if multimodal else [])], name)
+        return processes.Server(pid=pid, http_port=9, log=self.root / f"{name}.log", grpc_port=port)
+
+    def vllm_rs(self, *, arguments: list[str]) -> processes.Server:
+        """vLLM's Rust server over a real engine with a tiny model on the CPU."""
+        return self._stack.enter_context(
+            processes.vllm_rs(shared_model("qwen3"), self.root / "vllm-rs.log", arguments=arguments)
+        )
+
+    def worker(self, engine: processes.Server, *, name: str = "worker") -> tuple[str, int]:
+        """Our worker over a gRPC engine: its URL and process."""
+        (port,) = processes.free_ports(1)
+        command = [*ROLLPLANE, "worker", "--engine", "vllm-grpc", "--grpc-endpoint", engine.grpc_target]
+        command += ["--port", str(port), "--engine-option", "vocab_size=1024", "--name", name]
+        command += ["--engine-option", "mm_device_do_normalize=false"]
+        return f"http://127.0.0.1:{port}", self.run(command, name)
+
+    def mock_worker(self, *, name: str) -> tuple[str, int]:
+        """Our worker with the mock engine in its process, a mixture of experts that returns routes and masks."""
+        (port,) = processes.free_ports(1)
+        command = [*ROLLPLANE, "worker", "--engine", "mock", "--port", str(port), "--name", name]
+        options = {"model": MODEL, "max_model_len": MAX_MODEL_LEN, "moe": json.dumps(MOE), "sampling_mask": "true"}
+        for key, value in options.items():
+            command += ["--engine-option", f"{key}={value}"]
+        return f"http://127.0.0.1:{port}", self.run(command, name)
+
+    def frontend(self, workers: list[str], *, name: str = "frontend") -> tuple[str, int]:
+        """Our frontend before workers: its URL and process."""
+        (port,) = processes.free_ports(1)
+        command = [*ROLLPLANE, "frontend", "--port", str(port)]
+        for url in workers:
+            command += ["--workers", url]
+        return f"http://127.0.0.1:{port}", self.run(command, name)
+
+    def rollplane(self, engine: processes.Server, *, kind: str) -> Stack:
+        """Frontend and worker over a gRPC engine."""
+        worker, worker_pid = self.worker(engine, name=f"worker-{kind}")
+        url, pid = self.frontend([worker], name=f"frontend-{kind}")
+        return Stack("rollplane", kind, url, {"frontend": pid, "worker": worker_pid})
+
+    def rollplane_worker(self, engine: processes.Server, *, kind: str) -> Stack:
+        """A worker alone."""
+        url, pid = self.worker(engine, name=f"lone-worker-{kind}")
+        return Stack("rollplane worker", kind, url, {"worker": pid})
+
+    def dynamo(self, engine: processes.Server, *, kind: str) -> Stack:
+        """NVIDIA Dynamo's frontend and its sidecar over a gRPC engine."""
+        store = self.root / f"kv-{kind}"
+        logs = [self.root / f"dynamo-{part}-{kind}.log" for part in ("frontend", "sidecar")]
+        frontend = self._stack.enter_context(processes.dynamo_frontend(store, logs[0]))
+        sidecar = self._stack.enter_context(processes.dynamo_sidecar(store, logs[1], engine=engine))
+        pids = {"frontend": frontend.pid, "sidecar": sidecar.pid}
+        return Stack("dynamo", kind, frontend.http_url, pids, streams=False, msgpack=False)
+
+
+async def wait_until_serving(session: aiohttp.ClientSession, stack: Stack) -> None:
+    """Return once the stack lists its model.
+
+    Raises:
+        RuntimeError: not within `START_S`.
+    """
+    try:
+        async with asyncio.timeout(START_S):
+            while True:
+                with contextlib.suppress(aiohttp.ClientError):
+                    async with session.get(f"{stack.url}/v1/models") as answered:
+                        if answered.status == 200 and (await answered.json())["data"]:
+                            return
+                await asyncio.sleep(0.1)
+    except TimeoutError:
+        raise RuntimeError(f"{stack.name} at {stack.url} lists no model after {START_S:g} s") from None
+
+
+@contextlib.contextmanager
+def rack() -> Iterator[Rack]:
+    """A rack with a directory of its own; logs are kept until the end."""
+    import tempfile
+
+    with tempfile.TemporaryDirectory(prefix="rollplane-bench-") as directory, Rack(Path(directory)) as made:
+        yield made
