@@ -47,6 +47,9 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     max_feature_bytes: Annotated[Bytes, _about("Largest total of decoded features of one request")] = 16 * 2**20
     max_prompt_tokens: Annotated[Count, _about("Longest token_ids")] = 4_194_304
     drop_unknown_sampling: Annotated[bool, _about("Leave out unknown sampling parameters instead of a 400")] = False
+    tokenizer: Annotated[
+        str | None, _about("Directory of the tokenizer and chat template of the OpenAI routes; the model's if absent")
+    ] = None
     routes_encoding: Annotated[
         Literal["structured", "npy"], _about("Encoding of routed experts where a request does not choose")
     ] = "structured"
@@ -83,6 +86,24 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     namespace: Annotated[str, _about("Namespace in discovery")] = "rollplane"
     component: Annotated[str, _about("Component name in discovery")] = "worker"
     public_url: Annotated[str | None, _about("Address of this worker as others reach it")] = None
+    runtime: Annotated[
+        Literal["http", "dynamo"], _about("What requests come by: HTTP alone, or NVIDIA Dynamo's runtime beside it")
+    ] = "http"
+
+
+class DynamoSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A worker's part in a Dynamo deployment, whose own settings are its DYN_* variables."""
+
+    runtime_endpoint: Annotated[str, _about("Dynamo: namespace.component.endpoint; one for all workers of a model")] = (
+        "dynamo.backend.generate"
+    )
+    model_card: Annotated[
+        str | None, _about("Dynamo: directory of the model's configuration and tokenizer; the model's if absent")
+    ] = None
+    partial_rollouts: Annotated[
+        Literal["refuse", "length"], _about("Dynamo: an aborted rollout is a 499, or ends as length with its tokens")
+    ] = "refuse"
+    publish_kv_events: Annotated[bool, _about("Dynamo: tell its router what is cached")] = True
 
 
 class FrontendSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -137,6 +158,7 @@ class MockVllmSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 TABLES: Final[dict[str, type[msgspec.Struct]]] = {
     "server": ServerSettings,
     "worker": WorkerSettings,
+    "dynamo": DynamoSettings,
     "frontend": FrontendSettings,
     "serve": ServeSettings,
     "mock_vllm": MockVllmSettings,

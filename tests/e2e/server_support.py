@@ -17,6 +17,7 @@ from rollplane.server.auth import KeyRing
 from rollplane.server.metrics import Metrics
 from rollplane.server.ops import bind, make_server, url_of
 from rollplane.server.service import Service
+from rollplane.server.text import Texts
 from rollplane.worker import Worker
 
 GENERATE = "/inference/v1/generate"
@@ -72,6 +73,7 @@ async def serving(
     admin: Any = None,
     session_options: dict[str, Any] | None = None,
     sndbuf: int | None = None,
+    tokenizer: Path | None = None,
     **settings: Any,
 ) -> AsyncIterator[Served]:
     """Serve an engine; a `Worker` is its own administration."""
@@ -86,6 +88,7 @@ async def serving(
         settings=server_settings,
         keys=keys or KeyRing(),
         metrics=Metrics(),
+        texts=Texts(tokenizer),
     )
     sock = bind(server_settings)
     if sndbuf is not None:

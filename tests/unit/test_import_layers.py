@@ -24,8 +24,9 @@ ALLOWED = {
         "rollplane.engines.embedded",
         "rollplane.engines.tensors",
         "rollplane.engines.vllm",
+        "rollplane.prove",
     ),
-    "transformers": ("rollplane.engines.embedded", "rollplane.demo"),
+    "transformers": ("rollplane.engines.embedded", "rollplane.demo", "rollplane.prove", "rollplane.server.text"),
     "peft": ("rollplane.engines.embedded",),
     "vllm": ("rollplane.engines.vllm",),
     "grpc": ("rollplane.engines.grpc", "rollplane.cli"),
@@ -33,7 +34,7 @@ ALLOWED = {
     "dynamo": ("rollplane.dynamo", "rollplane.discovery.dynamo"),
     "starlette": ("rollplane.server",),
     "uvicorn": ("rollplane.server", "rollplane.cli", "rollplane.testing"),
-    "typer": ("rollplane.cli", "rollplane.demo"),
+    "typer": ("rollplane.cli", "rollplane.demo", "rollplane.prove"),
 }
 
 

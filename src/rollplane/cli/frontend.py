@@ -22,6 +22,7 @@ from rollplane.server.app import create_app
 from rollplane.server.auth import KeyRing, check_binding
 from rollplane.server.metrics import Metrics
 from rollplane.server.service import Service
+from rollplane.server.text import Texts, text_directory
 
 log = structlog.get_logger("rollplane.frontend")
 
@@ -64,6 +65,7 @@ async def run_frontend(settings: Settings) -> None:
             settings=server,
             keys=keys,
             metrics=Metrics(),
+            texts=Texts(text_directory(server.tokenizer, about.initial_checkpoint)),
             admin_port=ops.port_of(admin_sock),
         )
         announcing: list[asyncio.Task[None]] = []

@@ -3,13 +3,16 @@
 import structlog
 
 from rollplane import config, worker
+from rollplane.cli import dynamo
 from rollplane.cli.engines import build_engine
 from rollplane.config import ServerSettings, Settings
+from rollplane.dynamo.worker import DynamoWorker
 from rollplane.server import ops
 from rollplane.server.app import create_app
 from rollplane.server.auth import KeyRing, check_binding
 from rollplane.server.metrics import Metrics
 from rollplane.server.service import Service
+from rollplane.server.text import Texts, text_directory
 
 log = structlog.get_logger("rollplane.worker")
 
@@ -26,22 +29,25 @@ async def run_worker(settings: Settings) -> None:
     check_binding(server.host, keys)
     check_binding(server.admin_host or server.host, keys)
     ops.check_tls(server)
+    runtime = dynamo.runtime_of(settings) if about.runtime == "dynamo" else None
     engine = build_engine(about)
     sock = ops.bind(server)
     admin_sock = ops.bind_admin(server)
     tls = server.tls_cert_file is not None
     # Frontends and trainers need the administration's address; it serves requests too.
     url = about.public_url or ops.url_of(admin_sock or sock, tls=tls)
-    serving = worker.Worker(
-        engine,
-        settings=worker.WorkerSettings(
-            name=about.name or f"worker-{sock.getsockname()[1]}",
-            namespace=about.namespace,
-            component=about.component,
-            system_url=url,
-            hold_limit_s=about.max_hold_s,
-            isolate_by_version=about.isolate_by_version is not False,
-        ),
+    behaviour = worker.WorkerSettings(
+        name=about.name or f"worker-{sock.getsockname()[1]}",
+        namespace=about.namespace,
+        component=about.component,
+        system_url=url,
+        hold_limit_s=about.max_hold_s,
+        isolate_by_version=about.isolate_by_version is not False,
+    )
+    serving = (
+        worker.Worker(engine, settings=behaviour)
+        if runtime is None
+        else DynamoWorker(engine, settings=behaviour, deployment=runtime)
     )
     log.info("engine_starting", engine=about.engine, model=about.model)
     try:
@@ -58,6 +64,7 @@ async def run_worker(settings: Settings) -> None:
         settings=server,
         keys=keys,
         metrics=Metrics(),
+        texts=Texts(text_directory(server.tokenizer, about.model)),
         admin_port=ops.port_of(admin_sock),
     )
 
@@ -68,7 +75,23 @@ async def run_worker(settings: Settings) -> None:
         )
         ops.say_ready(server, url=url, role="worker", model=info.model, worker=serving.settings.name)
 
-    await ops.run(create_app(service), service, sock, admin_sock=admin_sock, on_ready=ready, exit_on_death=True)
+    membership = (
+        dynamo.Membership(runtime, serving, service, on_joined=ready)
+        if runtime is not None and isinstance(serving, DynamoWorker)
+        else None
+    )
+    try:
+        await ops.run(
+            create_app(service),
+            service,
+            sock,
+            admin_sock=admin_sock,
+            on_ready=ready if membership is None else membership.begin,
+            exit_on_death=True,
+        )
+    finally:
+        if membership is not None:
+            await membership.end()
 
 
 def main(settings: Settings) -> None:

@@ -25,6 +25,7 @@ from rollplane.server.hop import hop_generate
 from rollplane.server.keys import keys
 from rollplane.server.kv_events import kv_events
 from rollplane.server.observe import ObserveMiddleware
+from rollplane.server.openai import openai_routes
 from rollplane.server.openapi import describe, docs, openapi
 from rollplane.server.placement_metrics import PlacementCollector, Placing
 from rollplane.server.routes import ApiRoute, Doc
@@ -72,6 +73,7 @@ def route_table(role: str) -> list[ApiRoute]:
                 errors=GENERATE_ERRORS,
             ),
         ),
+        *openai_routes(),
         *health_routes(),
         *engine_routes(),
         *broadcast_routes(),

@@ -14,6 +14,7 @@ from rollplane.protocol.info import EngineHealth
 from rollplane.rl.base import PolicyAdmin
 from rollplane.server.auth import KeyRing
 from rollplane.server.metrics import Metrics
+from rollplane.server.text import Texts
 from rollplane.worker import Worker
 
 HEALTH_TIMEOUT_S = 5.0
@@ -48,6 +49,8 @@ class Service:
     admin: PolicyAdmin | None = None
     worker: Worker | None = None
     admin_port: int | None = None
+    texts: Texts = field(default_factory=lambda: Texts(None))
+    """The tokenizer of the evaluation routes; without one they refuse."""
     lifecycle: Lifecycle = field(default_factory=Lifecycle)
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="rollplane-big"))
     """Where bodies and answers too big for the event loop are read, checked and written."""

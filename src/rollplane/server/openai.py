@@ -1,0 +1,325 @@
+"""`/v1/completions`, `/v1/chat/completions`, `/tokenize` and `/detokenize`: what trainers send their evaluations to.
+
+A body becomes one Generate request per prompt, run on the same engine (on a frontend: through the same router) as rollouts are, so
+policy versions, adapters, pauses, deadlines and limits hold alike. Sampling defaults are neutral, and `max_tokens`
+omitted is the room left in the context, as on Generate.
+"""
+
+import asyncio
+import time
+import uuid
+from typing import Any, Final
+
+import msgspec
+import numpy as np
+import xxhash
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.types import ASGIApp
+
+from rollplane.errors import InvalidRequest, PayloadTooLarge, Unavailable, UnsupportedMedia
+from rollplane.fold import Fold
+from rollplane.protocol.arrays import INT32_MAX, Int32Array
+from rollplane.protocol.openai import (
+    ChatBody,
+    CompletionBody,
+    EvaluationBody,
+    in_callers_words,
+    parse_chat,
+    parse_completion,
+    prompts_of,
+)
+from rollplane.protocol.request import JSON, MAX_REQUEST_ID_CHARS, ContentPart, GenerateRequest, RequestOptions
+from rollplane.protocol.response import GenerateResponse
+from rollplane.server.engine_calls import BIG_BODY_BYTES, BIG_NUMBERS, add_event, running
+from rollplane.server.error_responses import as_rollplane_error, json_response
+from rollplane.server.generate import plan_for
+from rollplane.server.openai_answers import Style, encode, whole_answer
+from rollplane.server.openai_stream import ChunkStream
+from rollplane.server.routes import ApiRoute, Doc
+from rollplane.server.service import Service
+from rollplane.server.text import TextModel, chat_messages
+from rollplane.server.watch import read_body, run_watched
+
+BIG_TEXT_CHARS: Final = 16_384
+ERRORS: Final = (400, 404, 409, 413, 415, 429, 502, 503, 504)
+
+
+class Asked:
+    """One evaluation body as Generate requests, with how its answer is written."""
+
+    def __init__(self, requests: list[GenerateRequest], style: Style, texts: TextModel, body: EvaluationBody) -> None:
+        self.requests = requests
+        self.style = style
+        self.texts = texts
+        self.stream_options = body.stream_options
+        self.field = "messages" if style.chat else "prompt"
+
+    def __repr__(self) -> str:
+        return f"<Asked {self.style.response_id}, {len(self.requests)} prompts>"
+
+
+async def completions(request: Request) -> ASGIApp:
+    """Serve one completion body."""
+    return await _serve(request, chat=False)
+
+
+async def chat_completions(request: Request) -> ASGIApp:
+    """Serve one chat body."""
+    return await _serve(request, chat=True)
+
+
+async def _serve(request: Request, *, chat: bool) -> ASGIApp:
+    service: Service = request.app.state.service
+    arrived = time.monotonic()
+    stream = False
+    try:
+        if service.lifecycle.draining:
+            raise Unavailable("this server is on its way out")
+        body = await _body(request, service)
+        drop = service.settings.drop_unknown_sampling
+        parse: Any = parse_chat if chat else parse_completion
+        parsed: EvaluationBody = await service.in_pool(
+            lambda: parse(body, drop_unknown=drop), big=len(body) > BIG_BODY_BYTES
+        )
+        stream = bool(parsed.stream)
+        asked = await _asked(request, service, parsed, body)
+        request.scope["rollplane.request_id"] = asked.requests[0].request_id
+        if stream:
+            return ChunkStream(
+                service,
+                asked.requests,
+                asked.style,
+                asked.texts,
+                options=asked.stream_options,
+                field=asked.field,
+                arrived=arrived,
+            )
+        with service.one_in_flight():
+            answer = await run_watched(_answer(service, asked), request.receive)
+    except Exception as error:
+        found = in_callers_words(as_rollplane_error(error), prompt="messages" if chat else "prompt")
+        service.metrics.count_error(found, stream=stream)
+        raise found from error
+    service.metrics.requests.labels(outcome="ok", stream="false").inc()
+    service.metrics.latency.labels(stream="false").observe(time.monotonic() - arrived)
+    return Response(answer, media_type=JSON)
+
+
+async def _body(request: Request, service: Service) -> bytes:
+    kind = request.headers.get("content-type", JSON).split(";", 1)[0].strip().lower()
+    if kind not in (JSON, ""):
+        raise UnsupportedMedia(f"Content-Type {kind!r} is not read here; send {JSON}")
+    return await read_body(
+        request.receive,
+        limit_bytes=service.settings.max_body_bytes,
+        headers=request.headers,
+        timeout_s=service.settings.body_timeout_s,
+    )
+
+
+async def _asked(request: Request, service: Service, body: EvaluationBody, raw: bytes) -> Asked:
+    texts = await service.texts.model()
+    media: list[ContentPart] = []
+    prompts: list[str | Int32Array]
+    if isinstance(body, ChatBody):
+        messages, media = chat_messages(body.messages)
+        prompts = [await service.in_pool(lambda: _render(texts, body, messages), big=len(raw) > BIG_TEXT_CHARS)]
+        special = bool(body.add_special_tokens)
+    else:
+        prompts = prompts_of(body) if isinstance(body, CompletionBody) else []
+        special = body.add_special_tokens is not False
+    ids = await service.in_pool(
+        lambda: [texts.encode(each, special=special) if isinstance(each, str) else each for each in prompts],
+        big=len(raw) > BIG_TEXT_CHARS,
+    )
+    for i, each in enumerate(ids):
+        where = "messages" if media or isinstance(body, ChatBody) else "prompt" if len(ids) == 1 else f"prompt[{i}]"
+        if each.size == 0:
+            raise InvalidRequest(f"{where} has no tokens", param=where)
+        if each.size > service.settings.max_prompt_tokens:
+            raise PayloadTooLarge(
+                f"{where} has {each.size} tokens, the limit is {service.settings.max_prompt_tokens}", param=where
+            )
+    request_id = _request_id(request.headers.get("x-request-id"), body.request_id)
+    model = body.model or service.engine.info.model
+    style = Style.of(body, model=model, request_id=request_id, routes=service.settings.routes_encoding)
+    return Asked(_requests(request, body, raw, ids, media, style, request_id), style, texts, body)
+
+
+def _render(texts: TextModel, body: ChatBody, messages: list[dict[str, Any]]) -> str:
+    return texts.render(
+        messages,
+        generation_prompt=not body.continue_final_message and body.add_generation_prompt is not False,
+        continue_last=bool(body.continue_final_message),
+        options=body.chat_template_kwargs,
+    )
+
+
+def _requests(
+    request: Request,
+    body: EvaluationBody,
+    raw: bytes,
+    prompts: list[Int32Array],
+    media: list[ContentPart],
+    style: Style,
+    request_id: str,
+) -> list[GenerateRequest]:
+    options = body.rollplane or RequestOptions()
+    if options.session_id is None:
+        options.session_id = request.headers.get("x-session-id")
+    # Evaluations parse strictly and train nothing: side channels are for those who ask.
+    options.routed_experts = options.routed_experts or False
+    options.sampling_mask = options.sampling_mask or False
+    digest, key = xxhash.xxh3_128_hexdigest(raw), request.headers.get("idempotency-key")
+    one = len(prompts) == 1
+    return [
+        GenerateRequest(
+            request_id=request_id if one else f"{request_id}-{i}",
+            token_ids=ids,
+            sampling=style.sampling,
+            model=body.model,
+            stream=bool(body.stream),
+            cache_salt=body.cache_salt,
+            priority=body.priority or 0,
+            content_parts=media or None,
+            return_token_ids=bool(body.return_token_ids and media),
+            options=options,
+            body_digest=f"{digest}-{i}",
+            idempotency_key=key if key is None or one else f"{key}-{i}",
+        )
+        for i, ids in enumerate(prompts)
+    ]
+
+
+def _request_id(header: str | None, field: str | None) -> str:
+    value = header if header is not None else field
+    if value is None:
+        return uuid.uuid4().hex
+    if not 1 <= len(value) <= MAX_REQUEST_ID_CHARS or not value.isprintable():
+        raise InvalidRequest(
+            f"request_id must be a printable string of 1 to {MAX_REQUEST_ID_CHARS} characters, has {len(value)}",
+            param="request_id",
+        )
+    return value
+
+
+async def _answer(service: Service, asked: Asked) -> bytes:
+    responses = await all_of([_folded(service, each) for each in asked.requests])
+    for response in responses:
+        service.metrics.count_response(response)
+    tokens = sum(response.usage.completion_tokens for response in responses)
+
+    def write() -> bytes:
+        prompts = [each.token_ids for each in asked.requests]
+        return encode(whole_answer(responses, asked.style, asked.texts, prompts=prompts))
+
+    return await service.in_pool(write, big=tokens > 1024 or tokens * len(responses) > BIG_NUMBERS)
+
+
+async def _folded(service: Service, request: GenerateRequest) -> GenerateResponse:
+    fold = Fold(plan_for(request, service.engine.info, exact=service.role == "worker"))
+    async with running(service.engine, request) as events:
+        async for event in events:
+            await add_event(service, fold, event)
+    return fold.response()
+
+
+async def all_of(work: list[Any]) -> list[Any]:
+    """The results of several coroutines; the first error ends the others and is the one raised."""
+    try:
+        async with asyncio.TaskGroup() as group:
+            tasks = [group.create_task(each) for each in work]
+    except BaseExceptionGroup as errors:
+        raise errors.exceptions[0] from None
+    return [task.result() for task in tasks]
+
+
+class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`prompt` or `messages`; `add_special_tokens` is true for prompts and false for chats unless given."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[dict[str, Any]] | None = None
+    add_special_tokens: bool | None = None
+    add_generation_prompt: bool = True
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class Tokens(msgspec.Struct, kw_only=True):
+    """Token ids, how many, and the model's context."""
+
+    tokens: list[int]
+    count: int
+    max_model_len: int
+
+
+class DetokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Token ids; special ones are written out."""
+
+    tokens: list[int]
+    model: str | None = None
+
+
+class PromptText(msgspec.Struct, kw_only=True):
+    """The text."""
+
+    prompt: str
+
+
+async def tokenize(request: Request) -> Response:
+    """The token ids of a text or a chat."""
+    service: Service = request.app.state.service
+    body = _decode(await _body(request, service), TokenizeBody)
+    texts = await service.texts.model()
+    if (body.prompt is None) is (body.messages is None):
+        raise InvalidRequest("send either prompt or messages", param="prompt")
+    if body.messages is not None:
+        messages, _ = chat_messages(body.messages)
+        text = texts.render(messages, generation_prompt=body.add_generation_prompt, options=body.chat_template_kwargs)
+        special = bool(body.add_special_tokens)
+    else:
+        text, special = body.prompt or "", body.add_special_tokens is not False
+    ids = await service.in_pool(lambda: texts.encode(text, special=special), big=len(text) > BIG_TEXT_CHARS)
+    return json_response(
+        Tokens(tokens=ids.tolist(), count=int(ids.size), max_model_len=service.engine.info.max_model_len)
+    )
+
+
+async def detokenize(request: Request) -> Response:
+    """The text of token ids."""
+    service: Service = request.app.state.service
+    body = _decode(await _body(request, service), DetokenizeBody)
+    if body.tokens and not (min(body.tokens) >= 0 and max(body.tokens) <= INT32_MAX):
+        raise InvalidRequest(f"tokens must lie in [0, {INT32_MAX}]", param="tokens")
+    texts = await service.texts.model()
+    ids = np.asarray(body.tokens, dtype=np.int32)
+    text = await service.in_pool(lambda: texts.decode(ids, skip_special=False), big=ids.size > BIG_TEXT_CHARS)
+    return json_response(PromptText(prompt=text))
+
+
+def _decode(body: bytes, kind: type[Any]) -> Any:
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise InvalidRequest(f"the body does not fit: {error}") from None
+
+
+def openai_routes() -> list[ApiRoute]:
+    """The evaluation routes."""
+    table: list[tuple[str, Any, str, Any, Any]] = [
+        ("/v1/completions", completions, "Text or token ids in, text out", CompletionBody, None),
+        ("/v1/chat/completions", chat_completions, "A chat in, the next message out", ChatBody, None),
+        ("/tokenize", tokenize, "Token ids of a text or a chat", TokenizeBody, Tokens),
+        ("/detokenize", detokenize, "Text of token ids", DetokenizeBody, PromptText),
+    ]
+    return [
+        ApiRoute(
+            path,
+            handler,
+            methods=["POST"],
+            access="data",
+            doc=Doc(summary=summary, tag="evaluation", body=body, answer=answer, errors=ERRORS),
+        )
+        for path, handler, summary, body, answer in table
+    ]

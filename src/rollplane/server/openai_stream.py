@@ -1,0 +1,235 @@
+"""A streamed evaluation answer: server-sent events in OpenAI's shapes, texts whole at the end.
+
+Text is decoded as tokens come; what could still turn out to be part of a stop string is held back. The last chunk of a choice
+completes it to exactly the text of the unary answer. Deltas of a slow reader are merged, as on Generate.
+"""
+
+import asyncio
+import time
+from typing import Any
+
+import structlog
+from starlette.types import Receive, Scope, Send
+
+from rollplane.errors import EngineProtocolError, RollplaneError, TransportError
+from rollplane.fold import Fold, concat_ids, concat_logprobs
+from rollplane.protocol.answer import ids_raw, served_by_tree, usage_tree
+from rollplane.protocol.arrays import Int32Array
+from rollplane.protocol.artifacts import TokenLogprobs
+from rollplane.protocol.events import ChoiceEvent
+from rollplane.protocol.openai import in_callers_words
+from rollplane.protocol.request import GenerateRequest, StreamOptions
+from rollplane.protocol.response import Choice
+from rollplane.server.engine_calls import add_event, running, stream_answer
+from rollplane.server.error_responses import as_rollplane_error, error_event, error_response
+from rollplane.server.generate import plan_for
+from rollplane.server.openai_answers import Style, encode, ending, logprobs_tree, text_of, total_usage
+from rollplane.server.service import Service
+from rollplane.server.sse import DONE, HEADERS
+from rollplane.server.text import TextModel
+
+log = structlog.get_logger("rollplane.server")
+
+
+class ChoiceText:
+    """The text of one choice so far, and how much of it was sent."""
+
+    def __init__(self, style: Style, texts: TextModel) -> None:
+        self._style = style
+        self._texts = texts
+        self._stream = texts.stream(skip_special=style.skips_special)
+        keep = bool(style.sampling.get("include_stop_str_in_output", False))
+        stops = [] if keep else style.sampling.stop_strings
+        self._held = max((len(stop) - 1 for stop in stops), default=0)
+        self._text = ""
+        self.sent = 0
+        self.characters = 0
+        self.opened = False
+
+    def __repr__(self) -> str:
+        return f"<ChoiceText {self.sent}/{len(self._text)} characters sent>"
+
+    def grow(self, ids: Int32Array) -> str:
+        """What may be sent after these tokens."""
+        self._text += self._stream.feed(ids)
+        ready = max(self.sent, len(self._text) - self._held)
+        piece, self.sent = self._text[self.sent : ready], ready
+        return piece
+
+    def finish(self, choice: Choice) -> str:
+        """What is missing of the whole text."""
+        whole = text_of(choice, self._style, self._texts)
+        return whole[self.sent :] if whole.startswith(self._text[: self.sent]) else ""
+
+
+class ChunkStream:
+    """The ASGI answer of one streamed body of one or more prompts."""
+
+    def __init__(
+        self,
+        service: Service,
+        requests: list[GenerateRequest],
+        style: Style,
+        texts: TextModel,
+        *,
+        options: StreamOptions | None,
+        field: str,
+        arrived: float,
+    ) -> None:
+        self._service = service
+        self._requests = requests
+        self._style = style
+        self._texts = texts
+        self._field = field
+        self._arrived = arrived
+        self._usage = bool(options and options.include_usage)
+        self._usage_always = bool(options and options.continuous_usage_stats)
+        self._folds = [Fold(plan_for(each, service.engine.info, exact=service.role == "worker")) for each in requests]
+        self._choices: dict[int, ChoiceText] = {}
+        self._parts: dict[int, tuple[list[Int32Array], list[TokenLogprobs]]] = {}
+        self._finished: dict[int, Choice] = {}
+        self._arrival = asyncio.Event()
+        self._error: RollplaneError | None = None
+        self._ended = False
+        self._first_token_seen = False
+
+    def __repr__(self) -> str:
+        return f"<ChunkStream {self._style.response_id}, {len(self._requests)} prompts>"
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Stream the answer; hanging up stops the engine's work."""
+        serving = self._serve(scope, receive, send)
+        error = await stream_answer(self._service, serving, receive, arrived=self._arrived)
+        if error is not None:
+            log.info("stream_failed", request_id=self._style.response_id, code=error.code, reason=error.message)
+
+    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> RollplaneError | None:
+        reader = asyncio.create_task(self._read_all(), name=f"events of {self._style.response_id}")
+        try:
+            await self._arrival.wait()
+            if self._error is not None and not self._parts:
+                await error_response(self._error)(scope, receive, send)
+                return self._error
+            await send({"type": "http.response.start", "status": 200, "headers": list(HEADERS)})
+            try:
+                await self._write(send)
+            except Exception as error:
+                self._error = as_rollplane_error(error)
+            if self._error is not None:
+                await self._send(send, b"data: " + error_event(self._error) + b"\n\n", more=False)
+            return self._error
+        finally:
+            reader.cancel()
+            await asyncio.gather(reader, return_exceptions=True)
+
+    async def _read_all(self) -> None:
+        try:
+            async with asyncio.TaskGroup() as group:
+                for i in range(len(self._requests)):
+                    group.create_task(self._read(i))
+        except BaseExceptionGroup as errors:
+            self._error = in_callers_words(as_rollplane_error(errors.exceptions[0]), prompt=self._field)
+        self._ended = True
+        self._arrival.set()
+
+    async def _read(self, which: int) -> None:
+        """The events of one prompt, at the engine's pace whatever the reader's is."""
+        request, fold = self._requests[which], self._folds[which]
+        first = which * request.sampling.choices
+        async with running(self._service.engine, request) as events:
+            async for event in events:
+                whole = await add_event(self._service, fold, event)
+                if isinstance(event, ChoiceEvent):
+                    self._take(event, whole, index=first + event.index)
+        if fold.end is None:
+            raise EngineProtocolError(f"the engine stopped before the end of request {request.request_id}")
+
+    def _take(self, event: ChoiceEvent, whole: Choice | None, *, index: int) -> None:
+        if event.token_ids.size and not self._first_token_seen:
+            self._first_token_seen = True
+            self._service.metrics.first_token.observe(time.monotonic() - self._arrived)
+        ids, logprobs = self._parts.setdefault(index, ([], []))
+        ids.append(event.token_ids)
+        if event.logprobs is not None:
+            logprobs.append(event.logprobs)
+        if whole is not None:
+            self._finished[index] = whole
+        self._arrival.set()
+
+    async def _write(self, send: Send) -> None:
+        while True:
+            await self._arrival.wait()
+            self._arrival.clear()
+            parts, self._parts = self._parts, {}
+            finished, self._finished = self._finished, {}
+            found = [self._choice(i, *parts[i], finished.get(i)) for i in sorted(parts)]
+            choices = [tree for tree in found if tree is not None]
+            if choices:
+                await self._send(send, self._chunk(choices))
+            if self._ended and not self._parts:
+                break
+        if self._error is not None:
+            return
+        for fold in self._folds:
+            self._service.metrics.count_response(fold.response())
+        await self._send(send, self._last() + DONE, more=False)
+
+    def _chunk(self, choices: list[dict[str, Any]]) -> bytes:
+        tree = self._style.head(chunk=True) | {"choices": choices}
+        if self._usage_always:
+            tree["usage"] = usage_tree(total_usage([fold.usage for fold in self._folds]))
+        return b"data: " + encode(tree) + b"\n\n"
+
+    def _last(self) -> bytes:
+        if not (self._usage or self._usage_always):
+            return b""
+        tree = self._style.head(chunk=True) | {"choices": []}
+        tree["usage"] = usage_tree(total_usage([fold.usage for fold in self._folds]))
+        end = self._folds[0].end
+        if end is not None:
+            tree["rollplane"] = served_by_tree(end.served_by)
+        return b"data: " + encode(tree) + b"\n\n"
+
+    def _choice(
+        self, index: int, parts: list[Int32Array], logprobs: list[TokenLogprobs], whole: Choice | None
+    ) -> dict[str, Any] | None:
+        """One choice of a chunk; None while there is nothing to say."""
+        style = self._style
+        text = self._choices.setdefault(index, ChoiceText(style, self._texts))
+        ids = concat_ids(parts)
+        piece = text.grow(ids) if whole is None else text.finish(whole)
+        asked = style.sampling.get("logprobs") is not None
+        if whole is None and not piece and not asked and not style.token_ids and text.opened:
+            return None
+        numbers = None
+        if asked:
+            joined = concat_logprobs(logprobs) if logprobs else None
+            numbers = logprobs_tree(ids, joined, style, self._texts, offset=text.characters)
+            if numbers is not None and not style.chat:
+                text.characters += sum(len(name) for name in numbers["tokens"])
+        tree: dict[str, Any] = {"index": index}
+        if style.chat:
+            tree["delta"] = {"content": piece} if text.opened else {"role": "assistant", "content": piece}
+        else:
+            tree["text"] = piece
+        tree["logprobs"] = numbers
+        tree |= {"finish_reason": None} if whole is None else ending(whole, style)
+        if style.token_ids:
+            tree["token_ids"] = ids_raw(ids)
+            if not text.opened:
+                tree["prompt_token_ids"] = ids_raw(self._requests[index // style.sampling.choices].token_ids)
+        text.opened = True
+        return tree
+
+    async def _send(self, send: Send, body: bytes, *, more: bool = True) -> None:
+        """Write; see `sse.EventStream`.
+
+        Raises:
+            TransportError: the reader took nothing for too long.
+        """
+        limit_s = self._service.settings.write_stall_s
+        try:
+            async with asyncio.timeout(limit_s):
+                await send({"type": "http.response.body", "body": body, "more_body": more})
+        except TimeoutError:
+            raise TransportError(f"the reader took nothing for {limit_s:g} s") from None
