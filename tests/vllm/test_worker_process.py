@@ -7,7 +7,9 @@ import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
+import httpx
 import pytest
+from prometheus_client.parser import text_string_to_metric_families
 from tests.e2e.commands import ready_line, running
 from tests.models.tiny import shared_model
 from tests.vllm.support import ENGINE_ARGS, prompt
@@ -77,6 +79,45 @@ async def test_a_stop_string_ends_the_answer(url: str) -> None:
         choice = (await client.generate(prompt(), sampling_params=sampling)).choices[0]
 
     assert (choice.finish_reason, choice.stop_reason) == ("stop", "e")
+
+
+async def test_vllms_metrics_and_ours_are_one_page(url: str) -> None:
+    """vLLM counts each token and step, though it is told of them some at a time."""
+    async with httpx.AsyncClient() as http, Client(url) as client, AdminClient(url) as admin:
+
+        async def read() -> dict[tuple[str, str | None], float]:
+            page = list(text_string_to_metric_families((await http.get(f"{url}/metrics")).text))
+            names = [family.name for family in page]
+            assert len(names) == len(set(names))
+            # A bucket's bound, a reason, or what else tells an outcome's series from its siblings.
+            return {
+                (s.name, s.labels.get("reason") or s.labels.get("finished_reason")): s.value
+                for family in page
+                for s in family.samples
+                if s.name.startswith("vllm:")
+            }
+
+        before = await read()
+        await client.generate(prompt(variant=7), sampling_params=SAMPLING)
+        after = await read()
+        await admin.pause("keep")
+        held = asyncio.ensure_future(client.generate(prompt(variant=8), sampling_params=SAMPLING))
+        while (waiting := await read())["vllm:num_requests_waiting", None] == 0:
+            assert not held.done()
+        await admin.resume()
+        await held
+
+    grown = {name: value - before.get(name, 0.0) for name, value in after.items()}
+    tokens = SAMPLING["max_tokens"]
+    assert grown["vllm:generation_tokens_total", None] == tokens
+    assert grown["vllm:prompt_tokens_total", None] == len(prompt())
+    assert grown["vllm:iteration_tokens_total_count", None] == tokens
+    assert grown["vllm:iteration_tokens_total_sum", None] == len(prompt()) + tokens
+    assert grown["vllm:inter_token_latency_seconds_count", None] == tokens - 1
+    assert grown["vllm:time_to_first_token_seconds_count", None] == 1
+    assert grown["vllm:request_success_total", "length"] == 1
+    assert after["vllm:num_requests_running", None] == 0
+    assert waiting["vllm:num_requests_waiting_by_reason", "deferred"] == 1
 
 
 async def test_an_update_from_disk_changes_the_answer_and_its_version(url: str) -> None:

@@ -167,3 +167,12 @@ class KvEventSource(Protocol):
     def kv_events(self) -> AsyncIterator[Any]:
         """Batches of `protocol.kv_events.KvEvent`, first a snapshot of what is stored, then changes."""
         ...
+
+
+@runtime_checkable
+class MetricsSource(Protocol):
+    """An engine that counts by itself; its metrics stand on the worker's page beside ours."""
+
+    def metric_families(self) -> list[Any]:
+        """Prometheus' metric families (`prometheus_client.core.Metric`) as they are now, under the engine's own names."""
+        ...

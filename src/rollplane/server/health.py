@@ -14,6 +14,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
+from rollplane.engines.base import MetricsSource
 from rollplane.errors import NotFound, RollplaneError
 from rollplane.protocol.info import EngineHealth, EngineInfo
 from rollplane.server.error_responses import json_response
@@ -113,9 +114,12 @@ async def metrics(request: Request) -> Response:
     with contextlib.suppress(RollplaneError):  # a frontend that has reached no worker yet
         info = service.engine.info
     service.metrics.read_health(await service.health(), info=info, version=version)
+    families: list[Any] = []
     if service.worker is not None:
         service.metrics.worker_policy.read(service.worker)
-    return Response(service.metrics.text(), media_type=CONTENT_TYPE)
+        if isinstance(service.worker.engine, MetricsSource):
+            families = service.worker.engine.metric_families()
+    return Response(service.metrics.text(families), media_type=CONTENT_TYPE)
 
 
 async def cards(service: Service) -> list[ModelCard]:

@@ -1,18 +1,22 @@
-"""What the server counts, in Prometheus' text form: our own `rollplane_*` names and the few vLLM names clients read.
+"""What the server counts, in Prometheus' text form: our own `rollplane_*` names, and vLLM's.
 
-One registry per app, none global. Counters move as requests move; gauges are read from the engine when scraped.
+One registry per app, none global. Counters move as requests move; gauges are read from the engine when scraped. An engine
+that counts by itself (vLLM in this process) has its families on the same page; of those that both know, such as
+`vllm:num_requests_waiting`, the page has ours, which count the requests that a pause holds before the engine too.
 """
 
 import time
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client.core import Metric
 
 from rollplane.errors import EngineProtocolError, RollplaneError
 from rollplane.protocol.info import EngineHealth, EngineInfo
 from rollplane.protocol.response import GenerateResponse
 from rollplane.server.policy_metrics import PolicyMetrics
-from rollplane.server.vllm_metrics import VllmMetrics
+from rollplane.server.vllm_metrics import COUNT_HELD, VllmMetrics
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600, 1800)
@@ -94,6 +98,25 @@ class Metrics:
             self.policy_age.set(now - self._version_since[1])
         self.vllm.read(health, model=info.model if info is not None else "", info=info)
 
-    def text(self) -> bytes:
-        """The exposition."""
-        return generate_latest(self.registry)
+    def text(self, engine: Iterable[Metric] = ()) -> bytes:
+        """The exposition.
+
+        Args:
+            engine: families that the engine counts itself.
+        """
+        return generate_latest(_Page(self.registry, [family for family in engine if family.name not in COUNT_HELD]))
+
+
+class _Page(CollectorRegistry):
+    """Two sources of families as one: each name once, the engine's before ours."""
+
+    def __init__(self, ours: CollectorRegistry, engine: list[Metric]) -> None:
+        super().__init__()
+        self._ours = ours
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        """Every family, whole."""
+        told = {family.name for family in self._engine}
+        yield from (family for family in self._ours.collect() if family.name not in told)
+        yield from self._engine

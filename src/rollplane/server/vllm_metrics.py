@@ -8,6 +8,9 @@ from rollplane.protocol.info import EngineHealth, EngineInfo
 
 _HELD_STATES = ("paused", "pausing", "updating")
 
+COUNT_HELD = ("vllm:num_requests_running", "vllm:num_requests_waiting", "vllm:num_requests_waiting_by_reason")
+"""Names that are ours also where vLLM says them: it does not know the requests that a pause holds before it."""
+
 
 class VllmMetrics:
     """Gauges and counters of one app; what an engine does not say is left out."""

@@ -42,7 +42,7 @@ from rollplane.protocol.request import GenerateRequest
 
 
 class VllmEngine:
-    """An `Engine`, `WeightReceiver`, `BroadcastReceiver`, `AdapterHost` and `KvEventSource` over vLLM's `AsyncLLM`."""
+    """An `Engine`, `WeightReceiver`, `BroadcastReceiver`, `AdapterHost`, `KvEventSource` and `MetricsSource` over vLLM's `AsyncLLM`."""
 
     isolates_versions: ClassVar = True
     """The salt is scoped by version here, where a queued request can still get another one at an update."""
@@ -211,7 +211,7 @@ class VllmEngine:
         )
 
     def metric_families(self) -> list[Any]:
-        """All that vLLM counts, as Prometheus' metric families, to the last step."""
+        """See `MetricsSource.metric_families`: all that vLLM counts, to the last step."""
         if self._reader is None:
             return []
         self._reader.stats.tell()

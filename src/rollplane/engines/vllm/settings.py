@@ -68,6 +68,8 @@ def engine_words(
         # A seeded request whose prompt is computed in parts ends vLLM's CPU engine: its generators have no offset.
         words.append("--no-enable-chunked-prefill")
     words += ["--worker-extension-cls", WORKER_EXTENSION]
+    if settings.served_model_name:
+        words += ["--served-model-name", *settings.served_model_name]  # the label of vLLM's metrics
     for name in ("dtype", "max_model_len", "max_num_seqs", "seed"):
         if (value := getattr(settings, name)) is not None:
             words += [f"--{name.replace('_', '-')}", str(value)]

@@ -32,6 +32,14 @@ def test_a_default_that_a_release_does_not_know_is_left_out() -> None:
     assert "--no-mm-device-do-normalize" not in words(fields=FIELDS - {"mm_device_do_normalize"})
 
 
+def test_vllm_labels_its_metrics_by_the_names_that_are_served() -> None:
+    settings = VllmSettings(model="m", served_model_name=("policy", "alias"))
+    found = engine_words(settings, FIELDS, kv_events_at="/run")
+    at = found.index("--served-model-name")
+    assert found[at + 1 : at + 3] == ["policy", "alias"]
+    assert "--served-model-name" not in words()
+
+
 def test_prompts_are_not_computed_in_parts_on_a_cpu() -> None:
     assert "--no-enable-chunked-prefill" in words(on_cpu=True)
     assert "--no-enable-chunked-prefill" not in words()
