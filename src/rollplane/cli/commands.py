@@ -38,7 +38,7 @@ def _mock_vllm(settings: Settings) -> None:
     importlib.import_module("rollplane.cli.mock_vllm").main(settings)
 
 
-app.command("worker")(settings_command(["server", "worker"], _worker))
+app.command("worker")(settings_command(["server", "worker", "dynamo"], _worker))
 app.command("frontend")(settings_command(["server", "frontend"], _frontend))
 app.command("serve")(
     settings_command(
@@ -51,6 +51,7 @@ app.command("serve")(
                 "frontend.workers_file",
                 "worker.name",
                 "worker.public_url",
+                "worker.runtime",
             }
         ),
     )
