@@ -28,6 +28,9 @@ from rollplane.protocol.features import MediaItem
 RAW_VIEW: Final = 3
 """vLLM's extension code for the bytes of a tensor; its other two are pickles."""
 
+MAX_NESTED: Final = 8
+"""Levels of lists of tensors; far below Python's recursion limit, wherever it is reached."""
+
 KINDS: Final = frozenset({"batched", "flat", "shared"})
 _NUMPY: Final = {
     "bool": "?",
@@ -142,14 +145,16 @@ def read_fields(kwargs: bytes, *, where: str) -> dict[str, Field]:
     return found
 
 
-def _read(name: str, data: Any, *, where: str) -> Field:
+def _read(name: str, data: Any, *, where: str, depth: int = 0) -> Field:
+    if depth > MAX_NESTED:
+        refuse(where, f"{name} is nested more than {MAX_NESTED} levels deep")
     if isinstance(data, (int, float)):
         if not math.isfinite(data):
             refuse(where, f"{name} is {data}")
         return Field(dtype=type(data).__name__, shape=())
     if isinstance(data, list) and data and not isinstance(data[0], str):
         for inner in data:  # tensors of several sizes
-            _read(name, inner, where=where)
+            _read(name, inner, where=where, depth=depth + 1)
         return Field(dtype="list", shape=(len(data),))
     if not (isinstance(data, list) and len(data) == 3 and _is_shape(data[1]) and isinstance(data[2], memoryview)):
         refuse(where, f"{name} is no tensor [dtype, shape, bytes]")

@@ -140,8 +140,10 @@ def check_item(item: MediaItem, fields: Any, *, model: MediaModel, where: str) -
 
 
 def _field(name: str, data: Any) -> Field:
-    numbers = tuple(int(n) for n in data.reshape(-1).tolist()) if is_grid(name) and hasattr(data, "reshape") else ()
-    return Field(dtype=_dtype(data), shape=tuple(int(n) for n in getattr(data, "shape", ())), numbers=numbers)
+    dtype = _dtype(data)
+    whole = dtype.startswith(("int", "uint"))  # a grid of floats may hold what is no number; its dtype is refused below
+    numbers = tuple(data.reshape(-1).tolist()) if is_grid(name) and whole and hasattr(data, "reshape") else ()
+    return Field(dtype=dtype, shape=tuple(int(n) for n in getattr(data, "shape", ())), numbers=numbers)
 
 
 def _check_field(name: str, found: Field, wanted: FieldSample, *, where: str) -> None:
