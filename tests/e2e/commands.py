@@ -47,3 +47,16 @@ def ready_line(process: subprocess.Popen[str], log: Path) -> dict[str, Any]:
     found: dict[str, Any] = json.loads(line)
     assert found["event"] == "ready"
     return found
+
+
+# The demo with a shorter imitation: what its tests are about comes after it.
+DEMO = """
+import typer
+from rollplane.demo import command, run
+run.IMITATION_STEPS = {imitation_steps}
+typer.run(command.demo)
+"""
+
+
+def demo(*arguments: str, imitation_steps: int) -> list[str]:
+    return [sys.executable, "-c", DEMO.format(imitation_steps=imitation_steps), "--engine-dtype", "float32", *arguments]

@@ -1,29 +1,14 @@
 """The demo, whole: real processes, HTTP, learning, its figures and its end."""
 
 import json
-import os
-import select
-import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
+from tests.e2e.commands import demo
 
 STEPS = 6  # two more than the first update in flight
 FLEET_LOG = "fleet.log"
-
-# The demo with a shorter imitation: what these tests are about comes after it.
-DEMO = """
-import typer
-from rollplane.demo import command, run
-run.IMITATION_STEPS = {imitation_steps}
-typer.run(command.demo)
-"""
-
-
-def demo(*arguments, imitation_steps):
-    return [sys.executable, "-c", DEMO.format(imitation_steps=imitation_steps), "--engine-dtype", "float32", *arguments]
 
 
 @pytest.fixture(scope="module")
@@ -87,43 +72,3 @@ class TestAFewStepsInFloat32:
 
     def test_the_page_is_there(self, run_dir):
         assert (run_dir / "report.html").read_text().count("<svg") == 3
-
-
-def descendants(pid):
-    """Every process below `pid`."""
-    children = [
-        int(child) for task in Path(f"/proc/{pid}/task").iterdir() for child in (task / "children").read_text().split()
-    ]
-    return children + [below for child in children for below in descendants(child)]
-
-
-def ignore_sigint():
-    """As a shell without job control does for what it starts in the background."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
-
-
-@pytest.mark.timeout(180)
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, -9)])
-def test_an_interrupted_demo_leaves_no_process(tmp_path, number, code):
-    out, said = tmp_path / "run", tmp_path / "output.log"
-    command = demo("--steps", "500", "--out", str(out), imitation_steps=2)
-    with said.open("wb") as file:
-        process = subprocess.Popen(command, stdout=file, stderr=file, preexec_fn=ignore_sigint)
-    descriptors = [os.pidfd_open(process.pid)]
-    try:
-        answered = out / "rollouts" / "before.npz"  # written once the fleet has answered
-        for _ in range(1200):
-            if answered.exists() or select.select(descriptors, [], [], 0.1)[0]:
-                break
-        assert answered.exists(), f"{said.read_text()}\n{(out / FLEET_LOG).read_text()}"
-        below = descendants(process.pid)
-        assert len(below) >= 4, "serve, a frontend and two workers"
-        descriptors += [os.pidfd_open(pid) for pid in below]
-        process.send_signal(number)
-        assert process.wait(30) == code, said.read_text()
-        assert all(select.select([one], [], [], 20)[0] for one in descriptors)
-    finally:
-        process.kill()
-        process.wait()
-        for one in descriptors:
-            os.close(one)

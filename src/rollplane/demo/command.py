@@ -10,10 +10,13 @@ from rich.console import Console
 
 from rollplane.errors import RollplaneError
 
+MAX_SEED = 2**31 - 1
+"""Seeds of single answers are sums with this one, and must stay in the range that engines take."""
+
 
 def demo(
     steps: Annotated[int, typer.Option(min=5, help="Policy updates.")] = 60,
-    seed: Annotated[int, typer.Option(min=0, help="Of the model, the problems and the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(min=0, max=MAX_SEED, help="Of the model, the problems and the sampling.")] = 0,
     workers: Annotated[int, typer.Option(min=1, help="Engines behind the frontend.")] = 2,
     out: Annotated[
         Path, typer.Option(help="Directory for the report, the rollouts and the checkpoints.", file_okay=False)
@@ -39,6 +42,9 @@ def demo(
         )
     except RollplaneError as error:
         console.print(f"demo failed: {error.message}", style="red", markup=False)
+        raise typer.Exit(1) from error
+    except OSError as error:  # a full disk, a directory that may not be written
+        console.print(f"demo failed: {error}", style="red", markup=False)
         raise typer.Exit(1) from error
     except KeyboardInterrupt:
         console.print("interrupted", style="red")

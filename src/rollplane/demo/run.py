@@ -108,12 +108,15 @@ def _prepare(options: Options) -> None:
         foreign = sorted(path.name for path in options.out.iterdir() if path.name not in made)
         if foreign:
             raise InvalidRequest(f"{options.out} holds {foreign[:3]}, which no run of the demo made", param="out")
-    for name in ("checkpoints", "rollouts"):
-        if (options.out / name).exists():
-            shutil.rmtree(options.out / name)
-        (options.out / name).mkdir(parents=True)
-    for name in ("report.json", "report.html"):
-        (options.out / name).unlink(missing_ok=True)
+    try:
+        for name in ("checkpoints", "rollouts"):
+            if (options.out / name).exists():
+                shutil.rmtree(options.out / name)
+            (options.out / name).mkdir(parents=True)
+        for name in made - {"checkpoints", "rollouts"}:
+            (options.out / name).unlink(missing_ok=True)
+    except OSError as error:
+        raise InvalidRequest(f"{options.out} cannot be a run's directory: {error}", param="out") from error
 
 
 def _imitate(options: Options, phases: Phases) -> Any:

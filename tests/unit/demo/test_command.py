@@ -46,10 +46,19 @@ def test_a_broken_check_is_named_and_ends_with_1(invoke):
     assert "demo failed: stress_gain_at_least_20" in result.stdout
 
 
+def test_a_full_disk_is_said_and_ends_with_1(invoke):
+    result = invoke(OSError(28, "No space left on device", "report.json"))
+    assert result.exit_code == 1
+    assert "demo failed: [Errno 28] No space left on device: 'report.json'" in result.stdout
+
+
 def test_an_interrupt_ends_with_130(invoke):
     assert invoke(KeyboardInterrupt()).exit_code == 130
 
 
-@pytest.mark.parametrize("arguments", [["--steps", "4"], ["--workers", "0"], ["--engine-dtype", "float16"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [["--steps", "4"], ["--workers", "0"], ["--engine-dtype", "float16"], ["--seed", "-1"], ["--seed", str(2**31)]],
+)
 def test_options_out_of_range_end_with_2(invoke, arguments):
     assert invoke({}, *arguments).exit_code == 2

@@ -1,5 +1,7 @@
 """Facts about a run's directory and its checks."""
 
+from pathlib import Path
+
 import pytest
 
 from rollplane.demo import run
@@ -24,6 +26,27 @@ def test_a_directory_with_other_files_is_left_alone(tmp_path):
     with pytest.raises(InvalidRequest, match=r"holds \['thesis.tex'\], which no run of the demo made"):
         run._prepare(options(tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+@pytest.mark.parametrize("name", ["checkpoints", "report.json"])
+def test_what_no_run_can_replace_is_said_and_left_alone(tmp_path, name):
+    elsewhere = tmp_path / "elsewhere"
+    (elsewhere / "precious").mkdir(parents=True)
+    out = tmp_path / "out"
+    out.mkdir()
+    if name == "checkpoints":
+        (out / name).symlink_to(elsewhere)
+    else:
+        (out / name).mkdir()
+    with pytest.raises(InvalidRequest, match="cannot be a run's directory"):
+        run._prepare(options(out))
+    assert (elsewhere / "precious").is_dir()
+    assert (out / name).exists()
+
+
+def test_a_directory_that_cannot_be_made_is_said():
+    with pytest.raises(InvalidRequest, match="/proc/x cannot be a run's directory"):
+        run._prepare(options(Path("/proc/x")))
 
 
 @pytest.mark.parametrize(
