@@ -5,6 +5,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from safetensors.torch import load_file
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -14,19 +15,30 @@ TOLERANCE_NATS = 1e-4
 """Two float32 forwards of the tiny models, in other orders of summation."""
 
 
-class Reference:
-    """A tiny model in transformers, whose weights can be changed and trained."""
+LORA_SCALE = 2.0
+"""lora_alpha / r of the tiny adapters."""
 
-    def __init__(self, path: Path) -> None:
+
+class Reference:
+    """A tiny model in transformers, whose weights can be trained. `adapter`: its change is added to them."""
+
+    def __init__(self, path: str | Path, *, adapter: str | None = None) -> None:
         torch.set_num_threads(1)
         self.model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
+        if adapter is not None:
+            self._merge(load_file(Path(adapter) / "adapter_model.safetensors"))
+
+    def _merge(self, factors: Mapping[str, Tensor]) -> None:
+        tensors = self.tensors()
+        for name, a in factors.items():
+            if ".lora_A." in name:
+                weight = name.removeprefix("base_model.model.").replace(".lora_A.", ".")
+                tensors[weight] += LORA_SCALE * factors[name.replace(".lora_A.", ".lora_B.")] @ a
+        self.model.load_state_dict(tensors)
 
     def tensors(self) -> dict[str, Tensor]:
         """Its weights, copied, by the names that a checkpoint has."""
         return {name: tensor.detach().clone() for name, tensor in self.model.state_dict().items()}
-
-    def load(self, tensors: Mapping[str, Tensor]) -> None:
-        self.model.load_state_dict(dict(tensors))
 
     def train(self, seed: int, *, learning_rate: float = 0.01) -> None:
         """One step of Adam on random tokens."""

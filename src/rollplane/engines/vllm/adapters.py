@@ -30,6 +30,17 @@ class Adapters:
     def __repr__(self) -> str:
         return f"<Adapters {len(self._requests)}/{self.capability.max}: {', '.join(self._requests) or 'none'}>"
 
+    async def prepare(self) -> None:
+        """Before the first request: keep the base model's rows apart from the adapters' where vLLM does not (on a CPU).
+
+        Raises:
+            EngineDied: its LoRA layers are not where they are looked for, so that base answers could be an adapter's.
+        """
+        if self.api.on_cpu:
+            layers: list[int] = await self.engine.collective_rpc("rollplane_keep_base_apart")
+            if not all(layers):
+                raise EngineDied(f"vLLM {self.api.version} has no LoRA layers that this release knows")
+
     def names(self) -> list[str]:
         """Engine-side names that are loaded."""
         return list(self._requests)

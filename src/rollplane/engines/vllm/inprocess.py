@@ -108,6 +108,7 @@ class VllmEngine:
             self._info.capabilities.weight_transfer.extend(backends)
             if self._info.capabilities.lora is not None:
                 self._adapters = Adapters(engine, api, self._info.capabilities.lora, loaded)
+                await self._adapters.prepare()
             self._policy = Policy(
                 engine,
                 api,

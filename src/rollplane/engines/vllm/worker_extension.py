@@ -34,6 +34,25 @@ class WorkerExtension(GroupExtension):
         except Exception as error:  # whatever it was, the caller must hear that the model is not whole
             return {"broken": f"{type(error).__name__}: {error}"[:1000]}
 
+    def rollplane_keep_base_apart(self) -> int:
+        """Give every LoRA layer a slot of zeros behind its last one; how many layers there are.
+
+        vLLM marks a row without an adapter with slot -1, which its CPU kernels take for the last slot: the base model's
+        rows would get whatever adapter is there.
+        """
+        import torch
+
+        count = 0
+        for module in self.model_runner.get_model().modules():
+            stacked: Any = getattr(module, "lora_b_stacked", None)
+            if isinstance(stacked, tuple):
+                module.lora_b_stacked = tuple(torch.cat((each, torch.zeros_like(each[:1]))) for each in stacked)
+                count += 1
+            elif isinstance(stacked, torch.Tensor):
+                module.lora_b_stacked = torch.cat((stacked, torch.zeros_like(stacked[:1])))
+                count += 1
+        return count
+
     def _rollplane_reload(self, path: str, names: list[str]) -> int:
         import torch
         from vllm.config import set_current_vllm_config
