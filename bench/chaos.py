@@ -56,7 +56,7 @@ COMMAND = [sys.executable, "-m", "rollplane.cli.main"]
 KEY = "chaos"
 WORKER_PORT = 8100
 STEP_S = 0.01
-SILENT_S = 3.0
+SILENT_S = 5.0
 ANSWER_S, RECOVERY_S = 120.0, 60.0
 MODEL = MockSettings()
 INITIAL = "v0"
@@ -581,7 +581,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=180.0)
     parser.add_argument("--workers", type=int, default=6)
-    parser.add_argument("--clients", type=int, default=24)
+    parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--network", choices=["auto", "namespaces", "none"], default="auto")
     parser.add_argument("--logs", type=Path)

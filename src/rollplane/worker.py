@@ -179,6 +179,10 @@ class Worker:
         """End a live request with finish reason `abort`; how many there were."""
         return await self.engine.abort(request_id)
 
+    async def abort_all(self) -> int:
+        """End every live request with finish reason `abort`; how many there were."""
+        return sum(await asyncio.gather(*(self.abort(request_id) for request_id in self._live.ids)))
+
     async def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
         """Serve one request; see `Engine.generate`. Deadlines count from here.
 

@@ -44,6 +44,17 @@ async def test_an_update_reaches_all_workers_and_says_what_it_did(tmp_path: Path
         assert {record.policy_digest for record in records} == {report.digest}
 
 
+async def test_a_fleet_refuses_a_checkpoint_whose_digest_is_not_the_expected_one(tmp_path: Path) -> None:
+    path = write_weights(tmp_path, "v1")
+    async with fleet_of([MockSettings()] * 2) as fleet, AdminClient(fleet.frontend.url) as admin:
+        with pytest.raises(Conflict, match="digest") as refused:
+            await admin.update_policy(path, expected_digest="0" * 64)
+        assert refused.value.param == "expected_digest"
+        assert await admin.policy_version() == "initial"
+        digest = str((refused.value.details or {})["digest"])
+        assert (await admin.update_policy(path, expected_digest=digest)).digest == digest
+
+
 async def test_a_failed_update_with_fence_leaves_one_version_and_the_failed_worker_without_traffic(
     tmp_path: Path,
 ) -> None:
@@ -54,7 +65,11 @@ async def test_a_failed_update_with_fence_leaves_one_version_and_the_failed_work
         Client(fleet.frontend.url) as client,
         AdminClient(fleet.frontend.url) as admin,
     ):
-        assert (await admin.update_policy(path, on_failure="fence")).policy_version == "v1"
+        report = await admin.update_policy(path, on_failure="fence")
+        assert report.policy_version == "v1"
+        assert report.workers == [fleet.workers[0].url, fleet.workers[2].url]
+        assert list(report.fenced) == [fleet.workers[1].url]
+        assert "scripted" in report.fenced[fleet.workers[1].url]
         before = fleet.workers[1].engine.calls("generate")
         assert await versions_of(client, 30) == {"v1"}
         assert fleet.workers[1].engine.calls("generate") == before

@@ -153,6 +153,26 @@ async def test_a_missing_checkpoint_is_a_404_through_the_fleet(fleet: Fleeted, t
         assert (await call(fleet.front, path, body))[0] == 404
 
 
+async def test_an_abort_without_ids_ends_every_live_request_as_in_vllm() -> None:
+    """On the frontend all that it has placed; on a worker all that it runs; and none for an empty list."""
+    engines = [MockEngine(MockSettings(step_s=0.005)) for _ in range(2)]
+    async with fleet_of(*engines) as fleet:
+        for target in (fleet.front, fleet.workers[0]):
+            asked = [
+                asyncio.create_task(target.generate({**ask(max_tokens=4000, ignore_eos=True), "request_id": f"r{i}"}))
+                for i in range(6)
+            ]
+
+            async def running() -> bool:
+                return sum([(await engine.health()).running for engine in engines]) == 6
+
+            await eventually(running)
+            assert (await call(target, "/abort_requests", {"request_ids": []}))[1] == {"aborted": 0}
+            assert (await call(target, "/abort_requests", {}))[1] == {"aborted": 6}
+            answers = await asyncio.gather(*asked)
+            assert [answer["choices"][0]["finish_reason"] for answer in answers] == ["abort"] * 6
+
+
 async def test_an_abort_at_the_frontend_reaches_the_worker() -> None:
     engine = MockEngine(MockSettings(step_s=0.005))
     async with fleet_of(engine) as fleet:

@@ -50,7 +50,11 @@ class StagedWeights(msgspec.Struct, kw_only=True):
 
 
 class UpdateReport(msgspec.Struct, kw_only=True):
-    """What a weight update did. `applied` False: this digest and version were current already."""
+    """What a weight update did. `applied` False: this digest and version were current already.
+
+    Of a fleet: `workers`: the addresses that serve it now; `fenced`: those that failed, with the reason, and get no requests;
+    `left_out`: those that could not be reached, which are brought to it when they come back.
+    """
 
     policy_version: str
     previous_version: str
@@ -60,6 +64,9 @@ class UpdateReport(msgspec.Struct, kw_only=True):
     applied: bool = True
     stage_s: float = 0.0
     pause_s: float = 0.0
+    workers: list[str] = msgspec.field(default_factory=list)
+    fenced: dict[str, str] = msgspec.field(default_factory=dict)
+    left_out: list[str] = msgspec.field(default_factory=list)
 
 
 class AdapterRecord(msgspec.Struct, kw_only=True):

@@ -74,7 +74,8 @@ class GenerateRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
 
     `token_ids` int32 [prompt], the prompt exactly as sent. `features` items in prompt order, None without media.
     `extra`: top-level fields nobody here knows, for an engine that can take them. `body_digest`: hash of what was sent,
-    to tell a repeated request from another one with the same id. `expects_*`: preconditions set by a router.
+    to tell a repeated request from another one with the same id. `expects_*`: preconditions set by a router. `attach_only`:
+    join what runs or is kept under the idempotency key, begin nothing.
     """
 
     request_id: str
@@ -98,6 +99,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     traceparent: str | None = None
     attempt: int = 1
     expects_policy_version: str | None = None
+    attach_only: bool = False
     adapter: str | None = None
     """Engine-side adapter name (`name@generation`), set by the worker that leased it."""
 

@@ -60,13 +60,14 @@ class PolicyAdmin(Protocol):
         mode: PauseMode = "keep",
         clear_cache: bool = False,
         on_failure: OnFailure = "rollback",
+        expected_digest: str | None = None,
         operation: Operation | None = None,
     ) -> UpdateReport:
         """Replace the weights by a checkpoint directory (safetensors); generation goes on while it is staged.
 
         `version` None: the directory's name. A target that was paused before stays paused, one that was running pauses
         for the apply only and resumes. The version advances last, after success. The same digest and version again is
-        no work (`applied` False).
+        no work (`applied` False). `expected_digest`: refuse other contents.
         """
         ...
 

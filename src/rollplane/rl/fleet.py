@@ -322,8 +322,10 @@ class Fleet(Roster):
             bytes=staged.bytes,
             stage_s=time.monotonic() - began,
         )
+        report.left_out = [m.url for m in self.members if m not in update.members and not m.foreign]
         if update.done_already():
             report.applied = False
+            report.workers = [m.url for m in update.members]
             if self.checkpoint != update.target:
                 self.checkpoint = update.target
                 await self._keep()
@@ -347,12 +349,17 @@ class Fleet(Roster):
                         member.unheard = True
                         member.enter("fenced", "what it has could not be found out")
                 self.left_paused = {m.url for m in self.members if m.paused_here}
+                if update.unanswered:
+                    self.epoch += 1  # what is still on its way to them is refused from the next command on
             await self._keep()
+            fenced = {m.url for m in update.members if m.state == "fenced"}
             report.pause_s = time.monotonic() - stopped
         for member in self.members:  # also those that joined meanwhile, who are behind now
             self._review(member)
         if update.outcome not in ("committed", "fenced") or not any(m.state == "current" for m in update.members):
             raise update.failure()
+        report.workers = [m.url for m in update.members if m.state == "current"]
+        report.fenced = {m.url: update.errors.get(m.url) or m.reason or "" for m in update.members if m.url in fenced}
         return report
 
     @staticmethod

@@ -72,6 +72,8 @@ class FleetUpdate:
         self._paused_before: set[str] = set()
         self._rolled_back = False
         self._unheard: set[str] = set()
+        self.unanswered: set[str] = set()
+        """Workers that may still carry out what they were asked to apply: the call was given up without an answer."""
 
     def __repr__(self) -> str:
         return f"<FleetUpdate to {self.target.version!r} on {len(self.members)} workers: {self.outcome or 'under way'}>"
@@ -138,13 +140,14 @@ class FleetUpdate:
             return
         applied = await every(ready, self._apply_one)
         self._note(applied)
+        self.unanswered |= {url for url, result in applied.items() if isinstance(result, TransportError)}
         good = [m for m in ready if isinstance(applied[m.url], UpdateReport)]
         if len(good) == len(self.members):
             self.outcome = "committed"
         elif good and self.on_failure == "fence":
             self.outcome = "fenced"
         else:
-            await self._roll_back(ready)
+            await self._roll_back([m for m in ready if m.url not in self.unanswered])
             self.outcome = "rolled_back"
 
     async def settle(self) -> None:
@@ -210,12 +213,16 @@ class FleetUpdate:
         digests = {result.digest for result in back.values() if isinstance(result, UpdateReport)}
         if previous.digest is None and len(digests) == 1:
             self.previous = msgspec.structs.replace(previous, digest=digests.pop())
+        self.unanswered |= {url for url, result in back.items() if isinstance(result, TransportError)}
         self._note({url: result for url, result in back.items() if isinstance(result, RollplaneError)})
 
     async def _settle_one(self, member: Member) -> None:
         if member.state != "updating":
             return
         try:
+            if member.url in self.unanswered:
+                member.unsettled = True
+                raise TransportError(self.errors.get(member.url) or "it did not answer")
             await member.worker.refresh()
             if not self._stays(member):
                 raise EngineFailed(self.errors.get(member.url) or "its policy version is not the fleet's")

@@ -149,6 +149,8 @@ class Member:
         """An update of the fleet paused it and has not resumed it: a fenced worker. No caller asked for that pause."""
         self.unheard = False
         """It was fenced because it could not be heard, not for what it did: once heard, it is brought up to date."""
+        self.unsettled = False
+        """It may still carry out a command that it never answered: it serves again only after a later one was carried out."""
         self.before: tuple[str, str | None] | None = None
         """Version and digest it had before the last update."""
         self.since = time.monotonic()

@@ -188,7 +188,7 @@ class Roster:
         if member.instance != heard.instance:
             if member.instance is not None:
                 member.worker.drop_requests(f"worker {member.url} was restarted")
-                member.paused_here = False
+                member.paused_here = member.unsettled = False
             member.instance = heard.instance
             if member.state != "joining":
                 member.enter("joining", "restarted")
@@ -224,7 +224,7 @@ class Roster:
         heard = member.worker.state
         if heard is None or not member.worker.reachable:
             return member.state == "current"  # as it was; `routable` is False while it cannot be reached
-        if heard.health.state == "failed" or (member.paused_here and heard.paused):
+        if heard.health.state == "failed" or member.unsettled or (member.paused_here and heard.paused):
             return False
         loaded = {record.name for record in heard.adapters if record.state == "ready"}
         if not self.adapter_paths.keys() <= loaded:
@@ -236,6 +236,8 @@ class Roster:
         heard = member.worker.state
         if self.checkpoint is not None or heard is None:
             return heard is not None
+        if member.unsettled:
+            return self.settings.initial is not None
         return member.before == (heard.policy_version, heard.policy_digest)
 
     def _has_target(self, member: Member) -> bool:
@@ -256,10 +258,13 @@ class Roster:
                     id=f"join/{uuid.uuid4().hex}", epoch=self.epoch, deadline_s=self.settings.catch_up_s
                 )
                 heard = member.worker.state
-                if target is not None and not self._has_target(member):
+                if target is None and member.unsettled:
+                    target = self.settings.initial
+                if target is not None and (member.unsettled or not self._has_target(member)):
                     await member.worker.update_from_disk(
                         target.path, version=target.version, expected_digest=target.digest, operation=operation
                     )
+                    member.unsettled = False
                 loaded = {r.name: r.path for r in heard.adapters if r.state == "ready"} if heard is not None else {}
                 for name, path in self.adapter_paths.items():
                     if loaded.get(name) != path:

@@ -1,11 +1,12 @@
 """Who keeps the answer to an idempotency key, agreed on by all frontends without a store of their own.
 
-Each key has homes: the first two workers that answer, in the order of rendezvous hashing over the workers' addresses. Their
-books (`engines.wrappers.key_book`) say which worker was given the key. The homes are asked one after the other, so that
-two frontends with one key agree; a home that has lost its book is told by the other one. One home suffices, and
+Each key has homes: the first three workers that answer, in the order of rendezvous hashing over the workers' addresses.
+Their books (`engines.wrappers.key_book`) say which worker was given the key. The first is asked before the others, so
+that two frontends with one key agree; a home that has lost its book is told by another one. One home suffices, and
 what this frontend placed itself it remembers too.
 """
 
+import asyncio
 import time
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
@@ -16,7 +17,7 @@ import xxhash
 from rollplane.errors import RollplaneError
 from rollplane.router.worker import RoutedWorker
 
-HOMES: Final = 2
+HOMES: Final = 3
 ASK_S: Final = 1.0
 """Limit of asking one home: a request does not wait for a worker that hangs."""
 AVOIDED_S: Final = 5.0
@@ -51,26 +52,31 @@ class KeyHomes:
         known = self._remembered.get(key)
         if known is not None and known != instead_of:
             found = known
-        asked: list[tuple[RoutedWorker, str]] = []
-        for home in homes(key, workers):
-            if len(asked) == HOMES or len(workers) == 1:
-                break
-            if not home.member.worker.reachable or self._avoided.get(home.url, 0.0) > self._clock():
-                continue
-            try:
-                found = await home.member.worker.claim_key(key, found, instead_of=instead_of, limit_s=ASK_S)
-            except RollplaneError:
-                self._avoided[home.url] = self._clock() + AVOIDED_S
-                continue
-            asked.append((home, found))
-        for home, said in asked:
-            if said != found:  # it had lost its book, and the next one had not
-                try:
-                    await home.member.worker.claim_key(key, found, instead_of=said, limit_s=ASK_S)
-                except RollplaneError:
-                    self._avoided[home.url] = self._clock() + AVOIDED_S
+        left = [home for home in homes(key, workers) if self._may_answer(home)] if len(workers) > 1 else []
+        told: list[tuple[RoutedWorker, str]] = []
+        while left and len(told) < HOMES:
+            now, left = left[: HOMES - len(told) if told else 1], left[HOMES - len(told) if told else 1 :]
+            said = await asyncio.gather(*(self._ask(home, key, found, instead_of) for home in now))
+            told += [(home, keeper) for home, keeper in zip(now, said, strict=True) if keeper is not None]
+            # Whoever says another one than was proposed has had the key before.
+            found = next((keeper for keeper in said if keeper not in (None, found)), found) or found
+        for home, keeper in told:
+            if keeper != found:  # it had lost its book, and the next one had not
+                await self._ask(home, key, found, keeper)
         self._remember(key, found)
         return found
+
+    def _may_answer(self, home: RoutedWorker) -> bool:
+        """Not where it is known to be out of reach; one that was never heard yet is asked."""
+        heard = home.member.worker
+        return (heard.reachable or heard.state is None) and self._avoided.get(home.url, 0.0) <= self._clock()
+
+    async def _ask(self, home: RoutedWorker, key: str, keeper: str, instead_of: str | None) -> str | None:
+        try:
+            return await home.member.worker.claim_key(key, keeper, instead_of=instead_of, limit_s=ASK_S)
+        except RollplaneError:
+            self._avoided[home.url] = self._clock() + AVOIDED_S
+            return None
 
     def _remember(self, key: str, keeper: str) -> None:
         self._remembered.pop(key, None)

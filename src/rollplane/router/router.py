@@ -206,6 +206,10 @@ class Router:
             return 1
         return await placement.worker.member.worker.engine.abort(request_id)
 
+    async def abort_all(self) -> int:
+        """End every request that this frontend has placed or holds; how many there were."""
+        return sum(await asyncio.gather(*(self.abort(request_id) for request_id in list(self._placed))))
+
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
         """Serve one request; see `Engine.generate`. Deadlines count from here.
 
@@ -253,6 +257,8 @@ class Router:
                         worker.place(**size)
                         predicted = self.policy.placed(request, worker)
                 sent = self._addressed(request, worker, attempt=attempt, ends=ends)
+                if request.idempotency_key is not None and not worker.member.routable:
+                    sent.attach_only = True
                 placement.worker = worker
                 sent_at, made = self._clock(), 0
                 handed_on = False
@@ -294,6 +300,9 @@ class Router:
                     worker.circuit.succeeded()
                 if handed_on:
                     raise error
+                if isinstance(error, PreconditionFailed) and sent.attach_only:
+                    tried.append(worker)
+                    continue
                 if isinstance(error, PreconditionFailed):
                     # What we knew of it was old. The worker's own word is fetched, so this ends.
                     refusals += 1
@@ -378,9 +387,9 @@ class Router:
         url = await self._keys.claim(key, chosen.url, workers=workers)
         if url == chosen.url:
             return chosen
-        fit = fitting(request, self.workers, self.fleet)
-        for worker in fit.workers:
-            if worker.url == url and worker not in avoid:
+        for worker in workers:
+            # Also one that takes no requests now, say because it is behind: it gives what it has.
+            if worker.url == url and worker not in avoid and worker.member.worker.reachable:
                 return worker
         await self._keys.claim(key, chosen.url, workers=workers, instead_of=url)
         return chosen

@@ -10,7 +10,7 @@ import msgspec
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rollplane.errors import Conflict, EngineDied, InvalidRequest, NotFound, Unavailable
+from rollplane.errors import Conflict, EngineDied, NotFound, Unavailable
 from rollplane.protocol.admin import (
     AdapterRecord,
     FlushReport,
@@ -239,24 +239,13 @@ async def update(service: Service, body: UpdateBody) -> UpdateReport:
     path = await allowed_directory(service, body.model_path, param="model_path")
     if body.weight_version is not None:
         check_version_name(body.weight_version, param="weight_version")
-    if body.expected_digest is not None:
-        if service.worker is None:
-            raise InvalidRequest("expected_digest is checked by workers, not by a fleet", param="expected_digest")
-        return await service.worker.update_from_disk(
-            path,
-            version=body.weight_version,
-            mode=body.mode,
-            clear_cache=body.clear_cache,
-            on_failure=body.on_failure,
-            expected_digest=body.expected_digest,
-            operation=body.operation(),
-        )
     return await admin_of(service).update_from_disk(
         path,
         version=body.weight_version,
         mode=body.mode,
         clear_cache=body.clear_cache,
         on_failure=body.on_failure,
+        expected_digest=body.expected_digest,
         operation=body.operation(),
     )
 
@@ -310,6 +299,27 @@ async def operation_steps(request: Request) -> Response:
     service: Service = request.app.state.service
     operation_id: str = request.path_params["operation_id"]
     return json_response(OperationReport(operation_id=operation_id, steps=steps_of(service, operation_id)))
+
+
+@runtime_checkable
+class AbortsAll(Protocol):
+    """An engine that knows every request it has."""
+
+    async def abort_all(self) -> int:
+        """End every live request with finish reason `abort`; how many there were."""
+        ...
+
+
+async def abort_all(service: Service) -> AbortReport:
+    """End every live request, keeping its tokens.
+
+    Raises:
+        NotFound: this engine does not know which there are.
+    """
+    engine: object = service.engine
+    if not isinstance(engine, AbortsAll):
+        raise NotFound("this server does not know which requests are live; name them in request_ids")
+    return AbortReport(aborted=await engine.abort_all())
 
 
 def steps_of(service: Service, operation_id: str) -> dict[str, str]:

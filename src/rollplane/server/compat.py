@@ -20,6 +20,7 @@ from rollplane.server.admin import (
     PauseBody,
     VersionBody,
     abort,
+    abort_all,
     flush,
     get_version,
     set_version,
@@ -83,9 +84,9 @@ class ResetBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 
 
 class AbortManyBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Ids of requests, as the callers sent them."""
+    """Ids of requests, as the callers sent them; without the field every live request is meant, as in vLLM."""
 
-    request_ids: list[Text]
+    request_ids: list[Text] | None = None
 
 
 async def pause_(request: Request) -> Response:
@@ -237,6 +238,8 @@ async def abort_requests(request: Request) -> Response:
     async def run() -> int:
         body = await decode_body(request, AbortManyBody)
         service: Service = request.app.state.service
+        if body.request_ids is None:
+            return (await abort_all(service)).aborted
         counts = [await abort(service, AbortBody(request_id=one)) for one in body.request_ids]
         return sum(report.aborted for report in counts)
 
@@ -277,7 +280,7 @@ def compat_routes() -> list[ApiRoute]:
                     summary=summary,
                     tag="compatibility",
                     body=body,
-                    body_required=body is not ResetBody,
+                    body_required=body not in (ResetBody, AbortManyBody),
                     query=query,
                     errors=errors,
                 ),

@@ -178,6 +178,29 @@ async def test_a_worker_that_was_fenced_unheard_returns_by_itself_once_it_is_hea
         assert [worker.worker.state for worker in workers] == ["ready", "ready"]
 
 
+async def test_a_command_that_was_given_up_unanswered_can_do_nothing_later(tmp_path: Path) -> None:
+    """A stopped worker may carry out an update that the fleet has rolled back: its epoch is over by then."""
+    async with fleet_of(*[MockSettings()] * 2) as (fleet, workers):
+        await fleet.update_from_disk(weights(tmp_path, "v1"))
+        workers[1].gates["update"] = asyncio.Event()
+        second = weights(tmp_path, "v2")
+        update = asyncio.create_task(fleet.update_from_disk(second))
+        await until(lambda: workers[1].operations and workers[1].operations[-1][0] == "update")
+        _, given_up = workers[1].operations[-1]
+        workers[1].cut()
+        workers[1].gates.pop("update").set()
+        with pytest.raises(EngineFailed) as failed:
+            await update
+        assert (failed.value.details or {})["outcome"] == "rolled_back"
+        await workers[1].mend()
+        await until(lambda: fleet.members[1].routable)
+        # Also where it seems to be at the right version already.
+        assert [name for name, _ in workers[1].operations][-2:] == ["update", "resume"]
+        with pytest.raises(Conflict, match="epoch 8"):
+            await workers[1].worker.update_from_disk(second, version="v2", operation=given_up)
+        assert await fleet.policy_version() == "v1"
+
+
 async def test_a_fenced_worker_that_restarts_is_brought_up_to_date(tmp_path: Path) -> None:
     failing = MockSettings(faults=(Fault(kind="fail", operation="apply_weights"),))
     async with fleet_of(MockSettings(), failing) as (fleet, workers):

@@ -18,7 +18,7 @@ import msgspec
 import numpy as np
 
 from rollplane.engines.base import Engine
-from rollplane.errors import Conflict, EngineFailed, IdempotencyMismatch
+from rollplane.errors import Conflict, EngineFailed, IdempotencyMismatch, PreconditionFailed
 from rollplane.protocol.events import Event
 from rollplane.protocol.info import EngineHealth, EngineInfo
 from rollplane.protocol.request import GenerateRequest
@@ -106,6 +106,11 @@ class LiveRequests:
         return len(self._live)
 
     @property
+    def ids(self) -> list[str]:
+        """The ids of all live requests."""
+        return list(self._live)
+
+    @property
     def kept_bytes(self) -> int:
         """Size of all kept answers."""
         return self._kept_bytes
@@ -135,9 +140,12 @@ class LiveRequests:
         Raises:
             Conflict: a live request has this id and another body.
             IdempotencyMismatch: the idempotency key was used with another body.
+            PreconditionFailed: it is only to be joined (`attach_only`), and there is nothing to join.
         """
         live = self._known(request)
         if live is None:
+            if request.attach_only:
+                raise PreconditionFailed("there is no request or answer under this idempotency key here")
             live = self._begin(request)
         live.readers += 1
         if live.linger is not None:

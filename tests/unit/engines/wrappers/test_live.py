@@ -1,11 +1,12 @@
 import asyncio
 from collections.abc import AsyncIterator
 
+import msgspec
 import numpy as np
 import pytest
 
 from rollplane.engines.wrappers.live import KeepLimits, LiveRequests
-from rollplane.errors import Conflict, EngineFailed, IdempotencyMismatch, RollplaneError
+from rollplane.errors import Conflict, EngineFailed, IdempotencyMismatch, PreconditionFailed, RollplaneError
 from rollplane.protocol.events import ChoiceEvent, EndEvent, Event
 from rollplane.protocol.info import EngineHealth, EngineInfo
 from rollplane.protocol.request import GenerateRequest
@@ -151,6 +152,20 @@ async def test_a_key_gives_the_first_answer_again_after_it_ended() -> None:
     assert engine.started == ["r"]
     assert all(a is b for a, b in zip(first, again, strict=True))
     assert live.kept_bytes > 0
+
+
+async def test_a_request_that_is_only_to_join_begins_nothing() -> None:
+    engine = Gated()
+    engine.gate.set()
+    live = LiveRequests(engine, keep=KeepLimits())
+    first = keyed()
+    joining = msgspec.structs.replace(keyed(request_id="another id"), attach_only=True)
+    with pytest.raises(PreconditionFailed):
+        await collect(live, joining)
+    assert engine.started == []
+    answer = await collect(live, first)
+    assert [type(event) for event in await collect(live, joining)] == [type(event) for event in answer]
+    assert engine.started == ["r"]
 
 
 async def test_a_request_with_a_key_runs_on_without_a_reader_and_a_retry_joins_it() -> None:
