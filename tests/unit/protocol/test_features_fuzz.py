@@ -54,14 +54,18 @@ def envelope() -> dict[str, Any]:
     }
 
 
+def check_refusal(refusal: CallerError) -> None:
+    assert 400 <= refusal.status < 500
+    assert str(refusal.param).startswith("features")
+    assert msgspec.json.encode(refusal.message)  # no lone surrogates: it goes into an answer
+
+
 def read(tree: Any) -> list[MediaItem] | None:
     """The items, held to what the decoder promises of them; None where it refused. Anything else raised is the bug."""
     try:
         items = parse_features(tree, prompt_tokens=PROMPT_TOKENS, max_bytes=MAX_BYTES)
     except CallerError as refusal:
-        assert 400 <= refusal.status < 500
-        assert str(refusal.param).startswith("features")
-        assert msgspec.json.encode(refusal.message)  # no lone surrogates: it goes into an answer
+        check_refusal(refusal)
         return None
     check_items(items, prompt_tokens=PROMPT_TOKENS)
     identify(items)
@@ -79,8 +83,7 @@ def held_to(model: MediaModel, items: list[MediaItem]) -> None:
     try:
         check_features(items, model)
     except InvalidRequest as refusal:
-        assert str(refusal.param).startswith("features")
-        assert msgspec.json.encode(refusal.message)
+        check_refusal(refusal)
 
 
 def places(tree: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
