@@ -162,6 +162,12 @@ class Supervised:
     def returncode(self) -> int | None:
         return self._supervisor.returncode
 
+    def poll_s(self, timeout_s: float) -> int | None:
+        """The return code once it has ended; None where it still runs after `timeout_s`."""
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            return self._supervisor.wait(timeout_s)
+        return None
+
     def wait(self, timeout_s: float) -> int:
         """Raises `subprocess.TimeoutExpired` where it has not ended, with its descendants, after `timeout_s`."""
         return self._supervisor.wait(timeout_s)

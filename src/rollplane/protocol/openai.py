@@ -106,8 +106,8 @@ def parse_chat(body: bytes, *, drop_unknown: bool = False) -> ChatBody:
         raise InvalidRequest(f"messages must hold 1 to {MAX_MESSAGES}, has {len(found.messages)}", param="messages")
     if found.tools and found.tool_choice != "none":
         raise InvalidRequest(
-            "tools are not offered: no parser of this model's tool calls is here; render the prompt yourself and send it "
-            "to /v1/completions or Generate",
+            "tools with a tool_choice other than none: no parser of this model's tool calls is here; with tool_choice none the "
+            "tools are shown in the prompt, and calls come back as text",
             param="tools",
         )
     if found.tool_choice not in (None, "none", "auto"):

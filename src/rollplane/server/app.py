@@ -29,6 +29,7 @@ from rollplane.server.openai import openai_routes
 from rollplane.server.openapi import describe, docs, openapi
 from rollplane.server.placement_metrics import PlacementCollector, Placing
 from rollplane.server.routes import ApiRoute, Doc
+from rollplane.server.server_info import server_info_routes
 from rollplane.server.service import Service
 from rollplane.server.state import state
 from rollplane.server.wire_docs import GenerateAnswer, GenerateBody
@@ -74,6 +75,7 @@ def route_table(role: str) -> list[ApiRoute]:
             ),
         ),
         *openai_routes(),
+        *server_info_routes(),
         *health_routes(),
         *engine_routes(),
         *broadcast_routes(),

@@ -152,6 +152,7 @@ def _render(texts: TextModel, body: ChatBody, messages: list[dict[str, Any]]) ->
         messages,
         generation_prompt=not body.continue_final_message and body.add_generation_prompt is not False,
         continue_last=bool(body.continue_final_message),
+        tools=body.tools or None,
         options=body.chat_template_kwargs,
     )
 

@@ -89,6 +89,7 @@ class TextModel:
         *,
         generation_prompt: bool,
         continue_last: bool = False,
+        tools: list[dict[str, Any]] | None = None,
         options: dict[str, Any] | None = None,
     ) -> str:
         """The prompt of a chat, by the model's own template.
@@ -97,6 +98,7 @@ class TextModel:
             messages: as `chat_messages` gives them.
             generation_prompt: end with the opening of the assistant's turn.
             continue_last: leave the last message open instead.
+            tools: descriptions of tools, for templates that show them.
             options: the template's own variables.
 
         Raises:
@@ -114,6 +116,7 @@ class TextModel:
             return str(
                 self._whole.apply_chat_template(
                     messages,
+                    tools=tools,
                     tokenize=False,
                     add_generation_prompt=generation_prompt,
                     continue_final_message=continue_last,

@@ -1,0 +1,54 @@
+"""`GET /server_info`: the few values of vLLM's configuration that trainers read before they start."""
+
+from typing import Any, Final
+
+from starlette.requests import Request
+from starlette.responses import Response
+
+from rollplane.protocol.info import EngineInfo
+from rollplane.server.error_responses import json_response
+from rollplane.server.routes import ApiRoute, Doc
+from rollplane.server.service import Service
+
+LOGPROBS_MODES: Final = {"sampling": "processed_logprobs", "greedy": "processed_logprobs", "raw": "raw_logprobs"}
+
+
+def config_tree(info: EngineInfo) -> dict[str, Any]:
+    """`{vllm_config: {...}}`, under vLLM's names. `weight_transfer_config` is null: vLLM's own transfer is not spoken here."""
+    lora = info.capabilities.lora
+    return {
+        "vllm_config": {
+            "model_config": {
+                "model": info.model,
+                "max_model_len": info.max_model_len,
+                "max_logprobs": info.max_logprobs,
+                "logprobs_mode": LOGPROBS_MODES.get(info.capabilities.logprobs_mode),
+            },
+            "lora_config": None if lora is None else {"max_loras": lora.max, "max_lora_rank": lora.rank},
+            "weight_transfer_config": None,
+        }
+    }
+
+
+async def server_info(request: Request) -> Response:
+    """What vLLM's route of this name says, as far as it means something here."""
+    service: Service = request.app.state.service
+    return json_response(config_tree(service.engine.info))
+
+
+def server_info_routes() -> list[ApiRoute]:
+    """One route."""
+    return [
+        ApiRoute(
+            "/server_info",
+            server_info,
+            methods=["GET"],
+            access="data",
+            doc=Doc(
+                summary="Values of vLLM's configuration that trainers read",
+                tag="health",
+                query={"config_format": {"schema": {"type": "string"}}},
+                errors=(503,),
+            ),
+        )
+    ]

@@ -1,0 +1,69 @@
+"""Clients that nobody here wrote, unmodified, against servers of ours. Run with the Python of `scripts/make_clients_env.sh`.
+
+The servers run from `.venv`, as processes: this environment has no Rollplane in it.
+"""
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+from tests.real.processes import ROOT, running, wait_for_http
+
+PYTHON = ROOT / ".venv" / "bin" / "python"
+TOOL_TOKENS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "</think>"]
+MODEL = "tiny"
+PATIENCE_S = 120
+
+# Clients look for `uv` and for certificates of proxies by themselves.
+os.environ["PATH"] = f"{ROOT / '.venv-clients' / 'bin'}:{os.environ['PATH']}"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if "tests/clients" in str(item.path):
+            item.add_marker(pytest.mark.timeout(PATIENCE_S))
+
+
+def model_directory(kind: str, **options: object) -> Path:
+    """A tiny model, made by the environment that has torch."""
+    words = f"from tests.models.tiny import shared_model; print(shared_model({kind!r}, **{options!r}))"
+    done = subprocess.run(
+        [PYTHON, "-c", words], capture_output=True, text=True, cwd=ROOT, check=True, timeout=PATIENCE_S
+    )
+    return Path(done.stdout.strip().splitlines()[-1])
+
+
+@pytest.fixture(scope="session")
+def moe_model() -> Path:
+    return model_directory("qwen3-moe", layers=2)
+
+
+@pytest.fixture(scope="session")
+def server(moe_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """The base URL of a worker over the embedded engine: routed experts, masks, weights and adapters from disk."""
+    place = tmp_path_factory.mktemp("server")
+    ready, log = place / "ready.json", place / "worker.log"
+    command = [str(PYTHON), "-m", "rollplane.cli.main", "worker", "--engine", "embedded", "--model", str(moe_model)]
+    command += ["--served-model-name", MODEL, "--max-model-len", "1024", "--max-num-seqs", "8", "--port", "0"]
+    command += ["--ready-file", str(ready), "--engine-option", "threads=1", "--log-level", "warning"]
+    with running(command, log, environment={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}) as process:
+        while not ready.exists():
+            assert process.poll_s(0.1) is None, log.read_text()
+        url = json.loads(ready.read_text())["url"]
+        wait_for_http(f"{url}/health", process, log, timeout_s=PATIENCE_S)
+        yield url
+
+
+@pytest.fixture(scope="session")
+def tool_tokenizer(moe_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The model's tokenizer with the tokens that typed Qwen3 renderers look for: ids that prompts without tools never have."""
+    from transformers import AutoTokenizer
+
+    tokenizer = AutoTokenizer.from_pretrained(str(moe_model))
+    tokenizer.add_special_tokens({"additional_special_tokens": TOOL_TOKENS})
+    out = tmp_path_factory.mktemp("tokenizer")
+    tokenizer.save_pretrained(str(out))
+    return out
