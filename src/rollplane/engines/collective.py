@@ -136,7 +136,7 @@ class Collective:
             yield dict(_views(flat.cpu(), bucket))
 
     def close(self) -> None:
-        """Leave; a call that blocks in another thread ends. Idempotent."""
+        """Leave. A call that blocks in another thread ends: gloo's when a peer is gone or at its deadline. Idempotent."""
         with contextlib.suppress(RuntimeError):
             self._group.abort()
 

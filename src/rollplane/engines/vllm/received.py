@@ -70,6 +70,12 @@ class ReceivedWeights:
             shutil.rmtree(path, ignore_errors=True)
             os.close(self._held.pop(path))
 
+    def release(self) -> None:
+        """Let go of the directories and leave them, as the end of this process would."""
+        for lock in self._held.values():
+            os.close(lock)
+        self._held.clear()
+
     def _make(self, root: str) -> Path:
         making = Path(tempfile.mkdtemp(prefix=_MAKING, dir=root))
         lock = os.open(making / _LOCK, os.O_CREAT | os.O_RDWR | os.O_CLOEXEC, 0o600)

@@ -5,12 +5,16 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
+from safetensors.torch import save_file as save_torch
 
+from rollplane.engines.tensors import content_digest as digest_in_memory
 from rollplane.engines.vllm.checkpoints import (
     changed_files,
     check_adapter_fits,
     check_like,
+    check_values,
     content_digest,
     embedding_rows,
     read_checkpoint,
@@ -106,3 +110,43 @@ def test_an_adapter_is_as_wide_as_its_module(tmp_path: Path) -> None:
     for name, shape in ((f"{prefix}.lora_A.weight", [2, 8]), (f"{prefix}.lora_B.weight", [4, 2])):
         with pytest.raises(InvalidRequest, match="its module's weight has"):
             check_adapter_fits({**fits, name: shape}, loaded)
+
+
+def test_the_digest_is_that_of_the_same_tensors_in_memory(tmp_path: Path) -> None:
+    """A trainer that sends weights and a worker that reads them from disk must know them by one name."""
+    tensors = {
+        "a": torch.arange(12, dtype=torch.float32).reshape(3, 4),
+        "b": torch.ones(5, dtype=torch.bfloat16),
+        "c": torch.tensor([1, 2], dtype=torch.int64),
+        "d": torch.zeros(2, dtype=torch.float8_e4m3fn),
+    }
+    save_torch(tensors, tmp_path / "model.safetensors")
+
+    assert content_digest(read_checkpoint(str(tmp_path))) == digest_in_memory(tensors)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("value", [float("inf"), float("-inf"), float("nan")])
+def test_values_that_are_not_finite_are_refused_by_name(tmp_path: Path, dtype: torch.dtype, value: float) -> None:
+    tensors = {"good": torch.full((3,), torch.finfo(dtype).max, dtype=dtype), "bad": torch.ones(3, dtype=dtype)}
+    save_torch(tensors, tmp_path / "model.safetensors")
+    check_values(read_checkpoint(str(tmp_path)), tied=False)
+
+    tensors["bad"][1] = value
+    save_torch(tensors, tmp_path / "model.safetensors")
+
+    with pytest.raises(InvalidRequest, match="not finite are in bad"):
+        check_values(read_checkpoint(str(tmp_path)), tied=False)
+
+
+def test_embeddings_that_the_model_ties_must_be_equal(tmp_path: Path) -> None:
+    tensors = {"model.embed_tokens.weight": torch.ones(4, 2), "lm_head.weight": torch.ones(4, 2)}
+    save_torch(tensors, tmp_path / "model.safetensors")
+    check_values(read_checkpoint(str(tmp_path)), tied=True)
+
+    tensors["lm_head.weight"][3, 1] = 2.0
+    save_torch(tensors, tmp_path / "model.safetensors")
+
+    check_values(read_checkpoint(str(tmp_path)), tied=False)
+    with pytest.raises(InvalidRequest, match=r"lm_head\.weight differs"):
+        check_values(read_checkpoint(str(tmp_path)), tied=True, param="tensors")
