@@ -1,7 +1,7 @@
 """The commands. Each loads what it needs when it runs; options come from the settings' declarations."""
 
 import importlib
-from typing import Any
+from typing import Annotated, Any
 
 import typer
 
@@ -72,6 +72,19 @@ def demo(context: typer.Context) -> None:
     inner = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
     inner.command()(run)
     inner(args=context.args, prog_name="rollplane demo", standalone_mode=True)
+
+
+@app.command("status", help="Show a fleet, or one worker, live in the terminal.")
+def status(
+    url: Annotated[str, typer.Argument(help="Base URL of a frontend or a worker")] = "http://127.0.0.1:8000",
+    key_file: Annotated[str | None, typer.Option(help="File whose first key is sent")] = None,
+    once: Annotated[bool, typer.Option("--once", help="Print one table and stop")] = False,
+    as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON and stop")] = False,
+    interval_s: Annotated[float, typer.Option(help="Seconds between two looks", min=0.1)] = 1.0,
+) -> None:
+    """Look at a server until interrupted."""
+    run: Any = importlib.import_module("rollplane.cli.status").main
+    run(url, key_file=key_file, once=once, as_json=as_json, interval_s=interval_s)
 
 
 @app.command("version")

@@ -1,0 +1,63 @@
+"""`rollplane status`: what it shows of a fleet is what the fleet says."""
+
+import io
+import json
+from pathlib import Path
+
+import msgspec
+import pytest
+from rich.console import Console
+from tests.e2e.fleets import FleetUnderTest, fleet_of, write_weights
+
+from rollplane.cli.status import FleetStatus, look, show, table_of
+from rollplane.client.admin import AdminClient
+from rollplane.client.transport import Transport
+from rollplane.engines.mock.settings import Fault, MockSettings
+from rollplane.errors import TransportError
+
+
+def drawn(status: FleetStatus) -> str:
+    console = Console(width=240, record=True, file=io.StringIO())
+    console.print(table_of(status))
+    return console.export_text()
+
+
+async def looked(fleet: FleetUnderTest) -> FleetStatus:
+    async with Transport(fleet.frontend.url, key=None, attempts=1, connect_timeout_s=5.0) as transport:
+        return await look(transport)
+
+
+async def test_a_fleets_status_names_every_worker_its_version_and_what_is_wrong_with_it(tmp_path: Path) -> None:
+    failing = MockSettings(faults=(Fault(kind="fail", operation="apply_weights"),))
+    async with fleet_of([MockSettings(), failing]) as fleet, AdminClient(fleet.frontend.url) as admin:
+        await admin.update_policy(write_weights(tmp_path, "v1"), on_failure="fence")
+        status = await looked(fleet)
+        assert [worker.url for worker in status.workers] == [worker.url for worker in fleet.workers]
+        assert status.policy_versions == ["v1"]
+        assert [worker.routable for worker in status.workers] == [True, False]
+        assert [worker.load for worker in status.workers] == [0, 0]
+        assert status.workers[1].error is not None
+        text = drawn(status)
+        assert "fenced" in text
+        assert fleet.workers[0].url in text
+
+
+async def test_a_workers_own_status_has_no_loads_of_a_fleet() -> None:
+    async with fleet_of([MockSettings()]) as fleet:
+        async with Transport(fleet.workers[0].url, key=None, attempts=1, connect_timeout_s=5.0) as transport:
+            status = await look(transport)
+        assert [(worker.state, worker.load, worker.circuit) for worker in status.workers] == [("ready", None, None)]
+        assert status.state == "ready"
+
+
+async def test_json_is_one_line_that_a_program_reads(capsys: pytest.CaptureFixture[str]) -> None:
+    async with fleet_of([MockSettings()]) as fleet:
+        await show(fleet.frontend.url, key=None, once=False, as_json=True, interval_s=1.0)
+    line = capsys.readouterr().out
+    assert line.count("\n") == 1
+    assert msgspec.convert(json.loads(line), FleetStatus).workers[0].policy_version == "initial"
+
+
+async def test_a_server_that_does_not_answer_is_an_error_and_no_empty_table() -> None:
+    with pytest.raises(TransportError):
+        await show("http://127.0.0.1:1", key=None, once=True, as_json=False, interval_s=1.0)
