@@ -9,7 +9,6 @@ from rollplane.config import DynamoSettings, ServerSettings, Settings, WorkerSet
 from rollplane.dynamo.endpoint import Endpoint
 from rollplane.dynamo.kv_pump import KvPump
 from rollplane.dynamo.runtime import Runtime, as_dynamo
-from rollplane.dynamo.scopes import Scopes
 from rollplane.dynamo.worker import DynamoWorker
 from rollplane.errors import InvalidRequest, RollplaneError
 from rollplane.server.service import Service
@@ -65,13 +64,10 @@ class Membership:
     async def _join(self) -> None:
         runtime, worker = self._runtime, self._worker
         try:
-            scopes = Scopes(worker)
-            endpoint = Endpoint(
-                self._service, partial=runtime.settings.partial_rollouts, as_dynamo=as_dynamo, on_salt=scopes.note
-            )
+            endpoint = Endpoint(self._service, partial=runtime.settings.partial_rollouts, as_dynamo=as_dynamo)
             runtime.open(worker.info)
             if runtime.settings.publish_kv_events and worker.says_kv_events:
-                pump = KvPump(worker, runtime.publisher(), scopes=scopes, block_tokens=runtime.block_tokens)
+                pump = KvPump(worker, runtime.publisher(), scopes=worker.scopes, block_tokens=runtime.block_tokens)
                 self._tasks.append(asyncio.create_task(pump.run(), name="dynamo kv events"))
                 self._tasks[-1].add_done_callback(_report)
             await runtime.serve(endpoint, describe=worker.description)

@@ -46,7 +46,6 @@ class Endpoint:
         service: the worker and its limits.
         partial: what becomes of a rollout that was aborted; see `dynamo.chunks`.
         as_dynamo: an error of ours as the exception that Dynamo's frontend understands.
-        on_salt: told every caller's salt.
     """
 
     def __init__(
@@ -55,12 +54,10 @@ class Endpoint:
         *,
         partial: PartialRollouts,
         as_dynamo: Callable[[RollplaneError], BaseException],
-        on_salt: Callable[[str | None], None] = lambda _: None,
     ) -> None:
         self._service = service
         self._partial = partial
         self._as_dynamo = as_dynamo
-        self._on_salt = on_salt
 
     def __repr__(self) -> str:
         return f"<Endpoint of {self._service.engine!r}>"
@@ -82,7 +79,6 @@ class Endpoint:
                 raise Unavailable("this worker is on its way out")
             request = self._read(message, request_id=context.id())
             streams = request.stream
-            self._on_salt(request.cache_salt)
             with service.one_in_flight():
                 chunks = (
                     self._deltas(request) if request.stream else self._whole(request, generate=is_generate(message))

@@ -3,14 +3,18 @@
 import asyncio
 import contextlib
 from collections import defaultdict
+from collections.abc import AsyncGenerator
 from typing import Any, Protocol
 
 import msgspec
 
+from rollplane.dynamo.scopes import Scopes
 from rollplane.engines.base import Engine
 from rollplane.errors import RollplaneError
 from rollplane.protocol.admin import AdapterRecord
+from rollplane.protocol.events import Event
 from rollplane.protocol.info import EngineHealth
+from rollplane.protocol.request import GenerateRequest
 from rollplane.rl.base import Operation
 from rollplane.worker import Worker, WorkerSettings
 
@@ -46,7 +50,14 @@ class DynamoWorker(Worker):
     def __init__(self, engine: Engine, *, deployment: Deployment, settings: WorkerSettings | None = None) -> None:
         super().__init__(engine, settings=settings)
         self._deployment = deployment
+        self.scopes = Scopes(self)
+        """What callers sent of salts, on whatever way they came."""
         self._by_name: defaultdict[str, asyncio.Lock] = defaultdict(asyncio.Lock)
+
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
+        """See `Worker.generate`."""
+        self.scopes.note(request.cache_salt)
+        return super().generate(request)
 
     async def load_adapter(self, name: str, path: str, *, operation: Operation | None = None) -> AdapterRecord:
         """See `PolicyAdmin.load_adapter`; done once requests for it can come. Asking again registers it again."""

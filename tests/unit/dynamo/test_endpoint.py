@@ -105,21 +105,6 @@ async def test_an_answer_that_breaks_the_contract_is_no_answer() -> None:
         await chunks_of(endpoint(ScriptedEngine(short)), message())
 
 
-async def test_salts_are_noted_before_the_engine_runs() -> None:
-    engine = ScriptedEngine()
-    noted: list[str | None] = []
-    service = Service(role="worker", engine=engine, settings=ServerSettings(), keys=KeyRing(), metrics=Metrics())
-
-    def note(salt: str | None) -> None:
-        assert engine.requests == []
-        noted.append(salt)
-
-    serving = Endpoint(service, partial="refuse", as_dynamo=lambda e: Told(e.message), on_salt=note)
-    await chunks_of(serving, message(tito={"cache_salt": "v7"}))
-
-    assert noted == ["v7"]
-
-
 async def test_a_draining_worker_is_busy() -> None:
     serving = endpoint(ScriptedEngine())
     serving._service.lifecycle.draining = True

@@ -10,7 +10,6 @@ from tests.waiting import until
 
 from rollplane.dynamo.kv_pump import KvPump
 from rollplane.dynamo.runtime import check_environment, rl_endpoint_of
-from rollplane.dynamo.scopes import Scopes
 from rollplane.dynamo.worker import DynamoWorker
 from rollplane.engines.mock.engine import MockEngine
 from rollplane.engines.mock.settings import MockSettings
@@ -145,66 +144,68 @@ async def test_the_description_names_the_workers_own_administration() -> None:
 
 
 @asynccontextmanager
-async def pumped(worker: DynamoWorker) -> AsyncIterator[tuple[Scopes, FakeIndex]]:
-    index, scopes = FakeIndex(), Scopes(worker)
-    pump = KvPump(worker, index, scopes=scopes, block_tokens=16)
+async def pumped(worker: DynamoWorker) -> AsyncIterator[FakeIndex]:
+    index = FakeIndex()
+    pump = KvPump(worker, index, scopes=worker.scopes, block_tokens=16)
     running = asyncio.create_task(pump.run())
     try:
-        yield scopes, index
+        yield index
     finally:
         running.cancel()
         await asyncio.gather(running, return_exceptions=True)
 
 
-async def ask(worker: DynamoWorker, scopes: Scopes, **fields: Any) -> None:
-    scopes.note(fields.get("cache_salt"))
+async def ask(worker: DynamoWorker, **fields: Any) -> None:
     await answer(worker, make_request(PROMPT, max_tokens=1, fields=fields))
 
 
 async def test_blocks_are_told_under_what_the_caller_sent(tmp_path: Path) -> None:
-    async with started() as (worker, _), pumped(worker) as (scopes, index):
+    async with started() as (worker, _), pumped(worker) as index:
         await worker.load_adapter("a", write_adapter(tmp_path / "a"))
-        await ask(worker, scopes)
-        await ask(worker, scopes, cache_salt="v7")
-        await ask(worker, scopes, model="a")
+        await ask(worker)
+        await ask(worker, cache_salt="v7")
+        await ask(worker, model="a")
         await until(lambda: (index.count(), index.count("v7"), index.count(None, "a")) == (3, 3, 3))
 
 
 async def test_a_new_version_leaves_nothing_told_of_the_old_one() -> None:
-    async with started() as (worker, _), pumped(worker) as (scopes, index):
-        await ask(worker, scopes)
+    async with started() as (worker, _), pumped(worker) as index:
+        await ask(worker)
         await until(lambda: index.count() == 3)
         await worker.set_policy_version("v1")
         await until(lambda: index.count() == 0)
-        await ask(worker, scopes)
+        await ask(worker)
         await until(lambda: index.count() == 3)
 
 
 async def test_a_replaced_adapter_leaves_nothing_told(tmp_path: Path) -> None:
-    async with started() as (worker, _), pumped(worker) as (scopes, index):
+    async with started() as (worker, _), pumped(worker) as index:
         await worker.load_adapter("a", write_adapter(tmp_path / "1"))
-        await ask(worker, scopes, model="a")
+        await ask(worker, model="a")
         await until(lambda: index.count(None, "a") == 3)
         await worker.load_adapter("a", write_adapter(tmp_path / "2", fill=2.0))
         await until(lambda: index.count(None, "a") == 0)
 
 
 async def test_a_reset_is_taken_back_whole() -> None:
-    async with started() as (worker, _), pumped(worker) as (scopes, index):
-        await ask(worker, scopes)
+    async with started() as (worker, _), pumped(worker) as index:
+        await ask(worker)
         await until(lambda: index.count() == 3)
         await worker.flush_cache()
         await until(lambda: index.count() == 0)
-        await ask(worker, scopes)
+        await ask(worker)
         await until(lambda: index.count() == 3)
 
 
-async def test_a_salt_that_nobody_sent_here_is_not_told() -> None:
-    async with started() as (worker, _), pumped(worker) as (scopes, index):
-        await answer(worker, make_request(PROMPT, max_tokens=1, fields={"cache_salt": "direct"}))
-        await ask(worker, scopes)
-        await until(lambda: index.count() == 3)
-        assert len(index.blocks) == 3
+async def test_the_oldest_salts_are_forgotten_and_their_blocks_not_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("rollplane.dynamo.scopes.MAX_SALTS", 3)
+    async with started() as (worker, _):
+        for salt in ("one", "two", "three"):
+            await ask(worker, cache_salt=salt)
+        await ask(worker)
+        async with pumped(worker) as index:
+            await until(lambda: len(index.blocks) == 9)
+            assert [index.count(salt) for salt in (None, "one", "two", "three")] == [3, 0, 3, 3]
 
 
 @pytest.mark.parametrize("name", ["generate", "a.b", "a..c", "a.b.rl"])

@@ -1,0 +1,212 @@
+"""Our worker behind NVIDIA Dynamo's real frontend, beside our own frontend over the same workers."""
+
+import base64
+import json
+import socket
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.models.qwen_features import image_fields, payload
+from tests.models.tiny import IMAGE_PAD_ID, shared_model
+from tests.real import dynamo_deployment as deployment
+from tests.real import processes
+
+pytestmark = pytest.mark.timeout(150)
+
+PROMPT = [300 + 7 * i for i in range(12)]
+PAYLOAD = payload(**image_fields(grid=(1, 2, 2)))
+FEATURES = {
+    "mm_hashes": {"image": ["theirs"]},
+    "mm_placeholders": {"image": [{"offset": 2, "length": 4, "is_embed": [True, True, False, True]}]},
+    "kwargs_data": {"image": [base64.b64encode(PAYLOAD).decode()]},
+}
+# What the router takes into account: all of the model's image tokens, and nothing else, are an image's.
+IMAGE = {**FEATURES, "mm_placeholders": {"image": [{"offset": 20, "length": 4}]}}
+
+
+@dataclass(frozen=True)
+class Rig:
+    theirs: processes.Server
+    ours: processes.Server
+    workers: list[processes.Server]
+    adapter: str
+
+
+@pytest.fixture(scope="module")
+def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
+    root = tmp_path_factory.mktemp("dynamo-worker")
+    store = root / "kv"
+    adapter = str(shared_model("lora", base=str(shared_model("qwen3")), seed=1))
+    with (
+        deployment.frontend(store, root / "frontend.log") as theirs,
+        deployment.worker(store, root / "a.log") as a,
+        deployment.worker(store, root / "b.log") as b,
+        deployment.own_frontend(root / "own.log", arguments=["--workers", f"{a.http_url},{b.http_url}"]) as ours,
+    ):
+        deployment.until(lambda: "roll" in deployment.models(theirs), root / "frontend.log")
+        yield Rig(theirs, ours, [a, b], adapter)
+
+
+def same(theirs: Any, ours: Any) -> None:
+    """Ids, logprobs, routes and masks are equal; see `docs/dynamo.md` for what differs."""
+    assert len(theirs["choices"]) == len(ours["choices"])
+    for mine, other in zip(ours["choices"], theirs["choices"], strict=True):
+        for name in ("index", "token_ids", "finish_reason", "sampling_mask", "routed_experts"):
+            assert (name, other.get(name)) == (name, mine[name])
+        if mine["logprobs"] is None:
+            assert other.get("logprobs") is None
+            continue
+        cells = [(c["token"], c["logprob"]) for c in mine["logprobs"]["content"]]
+        assert [(c["token"], c["logprob"]) for c in other["logprobs"]["content"]] == cells
+        for c, d in zip(mine["logprobs"]["content"], other["logprobs"]["content"], strict=True):
+            tops = [(t["token"], t["logprob"]) for t in c["top_logprobs"]]
+            assert set(tops) <= {(t["token"], t["logprob"]) for t in d["top_logprobs"]}
+    assert deployment.passed(theirs)["choices"] == [
+        {name: choice[name] for name in ("index", "finish_reason", "stop_reason", "policy_versions")}
+        for choice in ours["choices"]
+    ]
+
+
+def without_texts(prompt_logprobs: Any) -> Any:
+    """Dynamo's frontend leaves `decoded_token` out where it is null."""
+    if prompt_logprobs is None:
+        return None
+    return [row and {token: {k: v for k, v in cell.items() if k != "decoded_token"} for token, cell in row.items()}
+            for row in prompt_logprobs]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"sampling_params": {"max_tokens": 9, "temperature": 0.8, "top_k": 7, "seed": 4, "logprobs": 1}},
+        {"sampling_params": {"max_tokens": 5, "top_p": 0.7, "seed": 1, "logprobs": 3, "prompt_logprobs": 1}},
+        {"sampling_params": {"max_tokens": 4, "top_k": 3, "seed": 2, "n": 3, "logprobs": 0}},
+        {"sampling_params": {"max_tokens": 4, "top_k": 3, "seed": 2}, "cache_salt": "v7", "priority": 3},
+        {"sampling_params": {"max_tokens": 4, "top_k": 3, "seed": 2, "cache_salt": "nested"}},
+        {"sampling_params": {"max_tokens": 3, "top_k": 3, "seed": 2, "routed_experts_prompt_start": 5}},
+        {"sampling_params": {"max_tokens": 40, "top_k": 3, "seed": 5, "stop_token_ids": [380, 472, 867]}},
+        {"sampling_params": {"max_tokens": 4, "top_k": 3, "seed": 2}, "features": FEATURES},
+        {"sampling_params": {"max_tokens": 4, "top_k": -1, "min_p": 0.0, "seed": 3, "return_token_ids": True,
+                             "logprobs": 1, "skip_special_tokens": False}},
+    ],
+    ids=["logprobs", "prompt", "three", "salt", "nested-salt", "start", "stop-ids", "features", "prime-rl"],
+)  # fmt: skip
+def test_both_frontends_answer_alike(rig: Rig, body: dict[str, Any]) -> None:
+    body = {"token_ids": PROMPT, **body}
+    status, theirs = deployment.generate(rig.theirs, body)
+    assert status == 200, theirs
+    status, ours = deployment.generate(rig.ours, body)
+    assert status == 200, ours
+
+    same(theirs, ours)
+    assert theirs["prompt_logprobs"] == without_texts(ours["prompt_logprobs"])
+
+
+@pytest.mark.parametrize(
+    ("body", "says"),
+    [
+        ({"sampling_params": {"nope": 1}}, "sampling_params.nope is not a sampling parameter"),
+        ({"sampling_params": {}, "token_ids": [5000]}, "5000"),
+        ({"sampling_params": {}, "token_ids": [5] * 5000}, "maximum context length"),
+        ({"sampling_params": {"stop": ["x"]}}, "stop_token_ids"),
+        ({"sampling_params": {"max_tokens": 1}, "cache_salt": ""}, "cache_salt"),
+        ({"sampling_params": {"max_tokens": 1}, "mystery": 1}, "mystery"),
+        ({"sampling_params": {"max_tokens": 1}, "rollplane": {"policy_version": "v99"}}, "v99"),
+        ({"sampling_params": {"max_tokens": 1}, "features": {**FEATURES, "kwargs_data": {"image": ["!"]}}}, "base64"),
+    ],
+    ids=["field", "vocabulary", "context", "stop", "salt", "unknown", "version", "features"],
+)
+def test_a_refusal_arrives_with_its_sentence(rig: Rig, body: dict[str, Any], says: str) -> None:
+    status, answer = deployment.generate(rig.theirs, {"token_ids": PROMPT, **body})
+
+    assert status == 400, answer
+    assert says in answer["error"]["message"]
+
+
+def test_the_frontends_request_id_is_the_workers(rig: Rig) -> None:
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1}}
+    _, answer = deployment.generate(rig.theirs, body, **{"X-Request-Id": "mine"})
+
+    assert answer["request_id"] == "mine"
+
+
+def test_completions_are_tokenized_by_dynamo_and_made_by_us(rig: Rig) -> None:
+    body = {"model": "roll", "prompt": "def answer", "max_tokens": 6, "seed": 1, "logprobs": 1}
+    status, answer = deployment.post(f"{rig.theirs.http_url}/v1/completions", body)
+
+    assert status == 200, answer
+    assert answer["usage"]["completion_tokens"] == 6
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert len(answer["choices"][0]["logprobs"]["token_logprobs"]) == 6
+
+
+@pytest.mark.parametrize("scope", [{}, {"cache_salt": "v7"}, {"features": IMAGE}], ids=["text", "salt", "image"])
+@pytest.mark.parametrize("warm", [0, 1])
+def test_the_router_finds_the_worker_that_has_a_prompt_cached(rig: Rig, scope: dict[str, Any], warm: int) -> None:
+    """One worker is warmed past Dynamo, so that its router can know of it by our events alone."""
+    prompt = [7 + (len(str(scope)) + warm * 131 + 17 * i) % 900 for i in range(160)]
+    if "features" in scope:
+        prompt[20:24] = [IMAGE_PAD_ID] * 4
+    body = {"token_ids": prompt, "sampling_params": {"max_tokens": 1}, **scope}
+    assert deployment.generate(rig.workers[warm], body)[0] == 200
+
+    def hit() -> bool:
+        _, found = deployment.generate(rig.theirs, {**body, "token_ids": [*prompt, 8, 8, 8]})
+        return bool(deployment.passed(found)["worker"] == "ab"[warm])
+
+    deployment.until(hit, rig.theirs.log, timeout_s=10)
+    for tail in range(10, 16):
+        _, found = deployment.generate(rig.theirs, {**body, "token_ids": [*prompt, tail, 9]})
+        assert deployment.passed(found)["worker"] == "ab"[warm]
+        assert deployment.passed(found)["usage"]["prompt_tokens_details"]["cached_tokens"] == 160
+
+
+def test_an_adapter_is_a_model_while_it_is_loaded(rig: Rig) -> None:
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 4, "top_k": 3, "seed": 2}, "model": "ad1"}
+    load = {"lora_name": "ad1", "source": {"uri": rig.adapter}}
+    assert deployment.post(f"{rig.workers[0].http_url}/engine/load_lora", load)[0] == 200
+    deployment.until(lambda: "ad1" in deployment.models(rig.theirs), rig.theirs.log)
+    answers = [deployment.generate(rig.theirs, body) for _ in range(6)]
+    assert [status for status, _ in answers] == [200] * 6, answers
+    assert {deployment.passed(answer)["worker"] for _, answer in answers} == {"a"}
+    _, base = deployment.generate(rig.theirs, {**body, "model": "roll"})
+    assert base["choices"][0]["token_ids"] != answers[0][1]["choices"][0]["token_ids"]
+
+    unload = {"lora_name": "ad1"}
+    assert deployment.post(f"{rig.workers[0].http_url}/engine/unload_lora", unload)[0] == 200
+    deployment.until(lambda: "ad1" not in deployment.models(rig.theirs), rig.theirs.log)
+    assert deployment.generate(rig.theirs, body)[0] == 404
+
+
+def test_the_deployment_finds_our_own_administration(rig: Rig) -> None:
+    found = deployment.get(f"{rig.theirs.rl_url}/v1/rl/workers")
+    by_url = {worker["system_url"]: worker for worker in found["workers"]}
+
+    assert set(by_url) == {worker.http_url for worker in rig.workers}
+    for record in by_url.values():
+        assert (record["model"], record["world_size"]) == ("roll", 1)
+        assert "update_weights_from_disk" in record["routes"]
+
+
+def test_a_caller_who_hangs_up_ends_the_engines_work(rig: Rig, tmp_path: Path) -> None:
+    store = tmp_path / "kv"
+    slow = ["--engine-option", "step_s=0.05", "--engine-option", "vocab_tokens=1024"]
+    engine = ("--engine", "mock", "--served-model-name", "roll", *slow)
+    with (
+        deployment.frontend(store, tmp_path / "frontend.log", mode="round-robin") as theirs,
+        deployment.worker(store, tmp_path / "slow.log", engine=engine) as worker,
+    ):
+        deployment.until(lambda: "roll" in deployment.models(theirs), theirs.log)
+
+        def running() -> int:
+            return int(deployment.get(f"{worker.http_url}/health")["running"])
+
+        body = json.dumps({"model": "roll", "token_ids": PROMPT, "sampling_params": {"max_tokens": 3000}}).encode()
+        with socket.create_connection(("127.0.0.1", theirs.http_port)) as connection:
+            head = f"POST /inference/v1/generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+            connection.sendall(head.encode() + body)
+            deployment.until(lambda: running() == 1, worker.log)
+        deployment.until(lambda: running() == 0, worker.log, timeout_s=5)
