@@ -256,7 +256,7 @@ class PolicyMachine(RuleBasedStateMachine):
             assert error is None or isinstance(
                 error, Conflict | NotFound | EngineFailed | Unavailable | InvalidRequest
             ), error
-        assert self.worker.state == "ready", repr(self.worker)
+        assert self.worker.state == "ready", [repr(self.worker), *(repr(call.exception()) for call in self.calls)]
         assert self.worker.live_requests == 0
         for asked in self.asked:
             await self.check(asked)

@@ -57,6 +57,8 @@ class Policy:
         self.isolate = isolate
         self.running = asyncio.Event()
         self.running.set()
+        self._held = False
+        """Whether a caller's pause holds; a flush stops the steps for a moment without one."""
         self.broken: str | None = None
         self._loaded = loaded
         self._good: StagedWeights | None = None
@@ -87,6 +89,14 @@ class Policy:
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool = False) -> PauseReport:
         """See `WeightReceiver.pause`. New requests wait before vLLM in every mode."""
+        was_held, self._held = self._held, True
+        try:
+            return await self._stop(mode, clear_cache=clear_cache)
+        except (EngineDied, EngineFailed):
+            self._held = was_held
+            raise
+
+    async def _stop(self, mode: PauseMode, *, clear_cache: bool = False) -> PauseReport:
         was_paused = self.paused
         self.running.clear()
         before = self._open()
@@ -113,14 +123,22 @@ class Policy:
 
     async def resume(self) -> ResumeReport:
         """See `WeightReceiver.resume`."""
-        was_paused = self.paused
-        if was_paused:
-            if self.broken is not None:
-                raise EngineDied(f"the model's weights are broken: {self.broken}")
-            self._settle_cleared()
-            await self.ask(self.engine.resume_generation())
+        async with self._lock:  # neither in the middle of an update nor of a flush
+            self._held = False
+            was_paused = self.paused
+            await self._go()
+            return ResumeReport(was_paused=was_paused, policy_version=self.version)
+
+    async def _go(self) -> None:
+        """Step again, unless a pause comes meanwhile: vLLM hears of it later, so it holds."""
+        if not self.paused:
+            return
+        if self.broken is not None:
+            raise EngineDied(f"the model's weights are broken: {self.broken}")
+        self._settle_cleared()
+        await self.ask(self.engine.resume_generation())
+        if not self._held:
             self.running.set()
-        return ResumeReport(was_paused=was_paused, policy_version=self.version)
 
     async def stage(self, path: str, *, param: str = "model_path") -> StagedWeights:
         """See `WeightReceiver.stage_weights`. The digest covers the bytes; the handle says which files they were.
@@ -199,22 +217,23 @@ class Policy:
             return FlushReport(reset=True)
         if not preempt:
             return FlushReport(reset=False, reason=f"{len(self._open())} running sequence(s) hold cached blocks")
-        was_paused = self.paused
-        if not was_paused:
-            await self.pause("keep")
-        try:
-            held = [(live, choice) for live, choice in self._open() if self._made(choice) is not None]
-            reset = await self._reset(running=True)
-            if reset:
-                self._mark_cleared(held)
-            return FlushReport(
-                reset=reset,
-                preempted=len(held) if reset else 0,
-                reason=None if reset else "the engine could not take the blocks of running sequences",
-            )
-        finally:
-            if not was_paused:
-                await self.resume()
+        async with self._lock:
+            stopped = not self.paused
+            if stopped:
+                await self._stop("keep")
+            try:
+                held = [(live, choice) for live, choice in self._open() if self._made(choice) is not None]
+                reset = await self._reset(running=True)
+                if reset:
+                    self._mark_cleared(held)
+                return FlushReport(
+                    reset=reset,
+                    preempted=len(held) if reset else 0,
+                    reason=None if reset else "the engine could not take the blocks of running sequences",
+                )
+            finally:
+                if stopped and not self._held:  # a caller that paused meanwhile keeps it
+                    await self._go()
 
     # -----------------------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,136 @@
+"""Pause, flush and resume of one vLLM engine that come at the same time."""
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from rollplane.engines.vllm.policy import Policy
+from rollplane.errors import EngineFailed
+
+
+class FakeEngine:
+    """Does as it is told, in order; a reset of running requests waits for `may_reset`. `errored`: it is gone."""
+
+    errored = False
+
+    def __init__(self) -> None:
+        self.calls: list[str] = []
+        self.resetting = asyncio.Event()
+        self.may_reset = asyncio.Event()
+        self.may_resume = asyncio.Event()
+        self.may_resume.set()
+        self.resuming = asyncio.Event()
+        self.refuses_to_pause = False
+
+    async def pause_generation(self, *, mode: str, clear_cache: bool) -> None:
+        self.calls.append(f"pause {mode}")
+        if self.refuses_to_pause:
+            raise RuntimeError("no")
+
+    async def resume_generation(self) -> None:
+        self.calls.append("resume")
+        self.resuming.set()
+        await self.may_resume.wait()
+
+    async def reset_mm_cache(self) -> None: ...
+
+    async def reset_encoder_cache(self) -> None: ...
+
+    async def reset_prefix_cache(self, *, reset_running_requests: bool) -> bool:
+        if not reset_running_requests:
+            return False  # something is held
+        self.resetting.set()
+        await self.may_reset.wait()
+        self.calls.append("reset")
+        return True
+
+
+def policy_over(engine: FakeEngine) -> Policy:
+    async def resubmit(*_: Any) -> None: ...
+
+    return Policy(
+        engine,
+        SimpleNamespace(DeadError=ConnectionError),  # type: ignore[arg-type]
+        version="v0",
+        loaded=None,
+        tied=False,
+        adapters=None,
+        isolate=True,
+        live=lambda: (),
+        resubmit=resubmit,
+    )
+
+
+async def test_a_flush_stops_the_steps_and_lets_them_go_on() -> None:
+    engine = FakeEngine()
+    engine.may_reset.set()
+    policy = policy_over(engine)
+
+    assert (await policy.flush(preempt=True)).reset
+
+    assert engine.calls == ["pause keep", "reset", "resume"]
+    assert not policy.paused
+
+
+async def test_a_pause_that_comes_during_a_flush_outlasts_it() -> None:
+    engine = FakeEngine()
+    policy = policy_over(engine)
+    flushing = asyncio.create_task(policy.flush(preempt=True))
+    await engine.resetting.wait()
+
+    await policy.pause("keep")
+    engine.may_reset.set()
+    await flushing
+
+    assert engine.calls == ["pause keep", "pause keep", "reset"]
+    assert policy.paused
+
+
+async def test_a_resume_waits_for_the_flush_that_is_under_way() -> None:
+    engine = FakeEngine()
+    policy = policy_over(engine)
+    await policy.pause("keep")
+    flushing = asyncio.create_task(policy.flush(preempt=True))
+    await engine.resetting.wait()
+    resuming = asyncio.create_task(policy.resume())
+    await asyncio.sleep(0)
+    engine.may_reset.set()
+
+    await flushing
+    assert (await resuming).was_paused
+
+    assert engine.calls == ["pause keep", "reset", "resume"]
+    assert not policy.paused
+
+
+async def test_a_pause_that_comes_during_a_resume_holds() -> None:
+    """vLLM hears of it after the resume, so it is paused whatever the resume says last."""
+    engine = FakeEngine()
+    policy = policy_over(engine)
+    await policy.pause("keep")
+    engine.may_resume.clear()
+    resuming = asyncio.create_task(policy.resume())
+    await engine.resuming.wait()
+
+    await policy.pause("keep")
+    engine.may_resume.set()
+    await resuming
+
+    assert policy.paused
+
+
+async def test_a_pause_that_the_engine_refuses_pauses_nothing() -> None:
+    engine = FakeEngine()
+    engine.refuses_to_pause = True
+    policy = policy_over(engine)
+
+    with pytest.raises(EngineFailed, match="no"):
+        await policy.pause("keep")
+
+    assert not policy.paused
+    engine.refuses_to_pause = False
+    engine.may_reset.set()
+    await policy.flush(preempt=True)
+    assert not policy.paused
