@@ -93,8 +93,8 @@ class SimulatedWorker:
             listener()
         return self.state
 
-    async def claim_key(self, key: str, keeper: str, *, instead_of: str | None, limit_s: float) -> str:
-        return self.worker.keys.claim(key, keeper, instead_of=instead_of)
+    async def claim_key(self, key: str, keeper: str, *, number: int, limit_s: float) -> tuple[str, int]:
+        return self.worker.keys.claim(key, keeper, number=number)
 
     async def close(self) -> None:
         await self.worker.close()

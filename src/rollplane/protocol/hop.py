@@ -45,13 +45,14 @@ class KeyClaim(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     key: str
     keeper: str
-    instead_of: str | None = None
+    number: int = 1
 
 
 class KeyKeeper(msgspec.Struct, frozen=True, kw_only=True):
-    """The address of the worker that keeps a key's answer."""
+    """The address of the worker that keeps a key's answer, and which one in a row it is."""
 
     keeper: str
+    number: int
 
 
 _request_decoder = msgspec.msgpack.Decoder(HopRequest, dec_hook=dec_hook)

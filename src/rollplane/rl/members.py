@@ -76,8 +76,8 @@ class FleetWorker(Protocol):
         """Ask for the state now."""
         ...
 
-    async def claim_key(self, key: str, keeper: str, *, instead_of: str | None, limit_s: float) -> str:
-        """The keeper that its book has for an idempotency key, written down there first where it has none."""
+    async def claim_key(self, key: str, keeper: str, *, number: int, limit_s: float) -> tuple[str, int]:
+        """The keeper that its book has for an idempotency key, and its number; see `KeyBook.claim`."""
         ...
 
     async def close(self) -> None:

@@ -85,18 +85,18 @@ class RemoteWorker:
         """
         return await self.engine.refresh()
 
-    async def claim_key(self, key: str, keeper: str, *, instead_of: str | None, limit_s: float) -> str:
-        """The keeper of an idempotency key by the worker's book; see `engines.wrappers.key_book`.
+    async def claim_key(self, key: str, keeper: str, *, number: int, limit_s: float) -> tuple[str, int]:
+        """The keeper of an idempotency key by the worker's book, and its number; see `engines.wrappers.key_book`.
 
         Raises:
             RollplaneError: no answer within `limit_s`.
         """
-        body = {"key": key, "keeper": keeper, "instead_of": instead_of}
+        body = {"key": key, "keeper": keeper, "number": number}
         answer = await self.engine.post_json(KEYS_PATH, body, timeout_s=limit_s)
-        found = answer.get("keeper")
-        if not isinstance(found, str):
+        found, place = answer.get("keeper"), answer.get("number")
+        if not isinstance(found, str) or not isinstance(place, int):
             raise TransportError(f"worker {self.url} does not say who keeps a key")
-        return found
+        return found, place
 
     async def stage_weights(self, path: str, *, operation: Operation) -> StagedWeights:
         """Read and check a checkpoint while tokens are made."""

@@ -35,7 +35,7 @@ class KeyHomes:
     def __init__(self, *, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
         self._avoided: dict[str, float] = {}
-        self._remembered: OrderedDict[str, str] = OrderedDict()
+        self._remembered: OrderedDict[str, tuple[str, int]] = OrderedDict()
 
     def __repr__(self) -> str:
         return f"<KeyHomes {len(self._remembered)} keys remembered>"
@@ -47,40 +47,44 @@ class KeyHomes:
 
         Args:
             workers: every worker of the fleet, whatever its state.
+            instead_of: the keeper of the last claim, which is of no use any more.
         """
-        found = keeper
-        known = self._remembered.get(key)
-        if known is not None and known != instead_of:
-            found = known
+        best = self._remembered.get(key) or (keeper, 1)
+        if best[0] == instead_of:
+            best = (keeper, best[1] + 1)
         left = [home for home in homes(key, workers) if self._may_answer(home)] if len(workers) > 1 else []
-        told: list[tuple[RoutedWorker, str]] = []
+        told: list[tuple[RoutedWorker, tuple[str, int]]] = []
         while left and len(told) < HOMES:
-            now, left = left[: HOMES - len(told) if told else 1], left[HOMES - len(told) if told else 1 :]
-            said = await asyncio.gather(*(self._ask(home, key, found, instead_of) for home in now))
-            told += [(home, keeper) for home, keeper in zip(now, said, strict=True) if keeper is not None]
-            # Whoever says another one than was proposed has had the key before.
-            found = next((keeper for keeper in said if keeper not in (None, found)), found) or found
-        for home, keeper in told:
-            if keeper != found:  # it had lost its book, and the next one had not
-                await self._ask(home, key, found, keeper)
-        self._remember(key, found)
-        return found
+            count = HOMES - len(told) if told else 1
+            now, left = left[:count], left[count:]
+            said = await asyncio.gather(*(self._ask(home, key, best) for home in now))
+            told += [(home, found) for home, found in zip(now, said, strict=True) if found is not None]
+            # The higher number stands. Another keeper of the same number was written down before ours.
+            earlier = [found for found in said if found is not None and found != best and found[1] >= best[1]]
+            best = max(earlier, key=lambda found: found[1], default=best)
+        if any(found[1] == best[1] and found != best for _, found in told):
+            best = (best[0], best[1] + 1)  # so that it stands in every book
+        for home, found in told:
+            if found != best:  # it lost its book, or missed a move
+                await self._ask(home, key, best)
+        self._remember(key, best)
+        return best[0]
 
     def _may_answer(self, home: RoutedWorker) -> bool:
         """Not where it is known to be out of reach; one that was never heard yet is asked."""
         heard = home.member.worker
         return (heard.reachable or heard.state is None) and self._avoided.get(home.url, 0.0) <= self._clock()
 
-    async def _ask(self, home: RoutedWorker, key: str, keeper: str, instead_of: str | None) -> str | None:
+    async def _ask(self, home: RoutedWorker, key: str, best: tuple[str, int]) -> tuple[str, int] | None:
         try:
-            return await home.member.worker.claim_key(key, keeper, instead_of=instead_of, limit_s=ASK_S)
+            return await home.member.worker.claim_key(key, best[0], number=best[1], limit_s=ASK_S)
         except RollplaneError:
             self._avoided[home.url] = self._clock() + AVOIDED_S
             return None
 
-    def _remember(self, key: str, keeper: str) -> None:
+    def _remember(self, key: str, best: tuple[str, int]) -> None:
         self._remembered.pop(key, None)
-        self._remembered[key] = keeper
+        self._remembered[key] = best
         if len(self._remembered) > MAX_REMEMBERED:
             self._remembered.popitem(last=False)
 

@@ -28,3 +28,11 @@ class Observed:
         self.cached_tokens += cached
         self.over_tokens += max(predicted - cached, 0)
         self.under_tokens += max(cached - predicted, 0)
+
+    def include(self, other: "Observed") -> None:
+        """Add another's sums."""
+        self.answers += other.answers
+        self.predicted_tokens += other.predicted_tokens
+        self.cached_tokens += other.cached_tokens
+        self.over_tokens += other.over_tokens
+        self.under_tokens += other.under_tokens

@@ -4,6 +4,8 @@ On a worker these act on that worker, on a frontend on the whole fleet. Bodies a
 `status`, and the HTTP status says the same.
 """
 
+import asyncio
+from collections.abc import Mapping
 from typing import Any, Protocol, runtime_checkable
 
 import msgspec
@@ -21,7 +23,7 @@ from rollplane.protocol.admin import (
     WorkerRecord,
 )
 from rollplane.protocol.versions import check_version_name
-from rollplane.rl.base import OnFailure
+from rollplane.rl.base import OnFailure, PolicyAdmin
 from rollplane.server.admin_calls import (
     Empty,
     OperationBody,
@@ -285,7 +287,12 @@ async def world_size(service: Service, _: Empty) -> WorldSizeReport:
 async def rl_workers(request: Request) -> Response:
     """Discovery: the live workers, their routes, versions and world sizes."""
     service: Service = request.app.state.service
-    records = await admin_of(service).workers()
+    engine: object = service.engine
+    if isinstance(engine, ManyFleets):
+        found = await asyncio.gather(*(fleet.workers() for fleet in engine.fleets.values()))
+        records = [record for records in found for record in records]
+    else:
+        records = await admin_of(service).workers()
     namespace = records[0].namespace if records else "rollplane"
     return json_response(WorkerList(protocol_version=RL_PROTOCOL_VERSION, namespace=namespace, workers=records))
 
@@ -299,6 +306,16 @@ async def operation_steps(request: Request) -> Response:
     service: Service = request.app.state.service
     operation_id: str = request.path_params["operation_id"]
     return json_response(OperationReport(operation_id=operation_id, steps=steps_of(service, operation_id)))
+
+
+@runtime_checkable
+class ManyFleets(Protocol):
+    """An engine over several fleets."""
+
+    @property
+    def fleets(self) -> Mapping[str, PolicyAdmin]:
+        """Their administrations, by name."""
+        ...
 
 
 @runtime_checkable

@@ -8,7 +8,7 @@
 """
 
 import contextlib
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import msgspec
 from starlette.requests import Request
@@ -122,10 +122,26 @@ async def metrics(request: Request) -> Response:
     return Response(service.metrics.text(families), media_type=CONTENT_TYPE)
 
 
+@runtime_checkable
+class KnowsModels(Protocol):
+    """An engine that serves several models."""
+
+    def known_models(self) -> list[tuple[EngineInfo, list[str]]]:
+        """The facts of each model and its names."""
+        ...
+
+
 async def cards(service: Service) -> list[ModelCard]:
     """The base model, its aliases and the adapters that take requests."""
-    info = service.engine.info
     created = int(service.lifecycle.started_at)
+    engine: object = service.engine
+    if isinstance(engine, KnowsModels):
+        return [
+            ModelCard(id=name, created=created, max_model_len=info.max_model_len, root=info.model)
+            for info, names in engine.known_models()
+            for name in names
+        ]
+    info = service.engine.info
     found = [
         ModelCard(id=name, created=created, max_model_len=info.max_model_len, root=info.model)
         for name in dict.fromkeys([info.model, *info.aliases])

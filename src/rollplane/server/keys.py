@@ -20,5 +20,5 @@ async def keys(request: Request) -> Response:
     if service.worker is None:
         raise NotFound("only a worker keeps a book of keys")
     claim = await decode_body(request, KeyClaim)
-    keeper = service.worker.keys.claim(claim.key, claim.keeper, instead_of=claim.instead_of)
-    return json_response(KeyKeeper(keeper=keeper))
+    keeper, number = service.worker.keys.claim(claim.key, claim.keeper, number=claim.number)
+    return json_response(KeyKeeper(keeper=keeper, number=number))

@@ -92,10 +92,10 @@ class LocalWorker:
         self._tell()
         return self.state
 
-    async def claim_key(self, key: str, keeper: str, *, instead_of: str | None, limit_s: float) -> str:
+    async def claim_key(self, key: str, keeper: str, *, number: int, limit_s: float) -> tuple[str, int]:
         if not self.reachable:
             raise TransportError(f"{self.url} is cut off")
-        return self.worker.keys.claim(key, keeper, instead_of=instead_of)
+        return self.worker.keys.claim(key, keeper, number=number)
 
     async def close(self) -> None:
         await self.worker.close()

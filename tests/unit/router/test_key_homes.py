@@ -44,8 +44,24 @@ async def test_the_first_placement_of_a_key_is_found_by_every_frontend(workers: 
 async def test_a_key_moves_only_away_from_a_worker_that_is_of_no_use(workers: list[RoutedWorker]) -> None:
     one, other = KeyHomes(), KeyHomes()
     await one.claim("k", "http://w0", workers=workers)
+    assert await other.claim("k", "http://w1", workers=workers) == "http://w0"
     assert await one.claim("k", "http://w3", workers=workers, instead_of="http://w0") == "http://w3"
     assert await other.claim("k", "http://w1", workers=workers, instead_of="http://w0") == "http://w3"
+
+
+@pytest.mark.parametrize("missed", [0, 1, 2])
+async def test_a_home_that_missed_a_move_does_not_undo_it(
+    local: list[LocalWorker], workers: list[RoutedWorker], missed: int
+) -> None:
+    await KeyHomes().claim("k", "http://w0", workers=workers)
+    home = next(w for w in local if w.url == homes("k", workers)[missed].url)
+    home.cut()
+    mover = KeyHomes()
+    await mover.claim("k", "http://w3", workers=workers)
+    await mover.claim("k", "http://w3", workers=workers, instead_of="http://w0")
+    await home.mend()
+    assert await KeyHomes().claim("k", "http://w1", workers=workers) == "http://w3"
+    assert home.worker.keys.claim("k", "nobody") == ("http://w3", 2)
 
 
 async def test_a_home_that_lost_its_book_is_told_by_the_other(

@@ -28,25 +28,26 @@ class KeyBook:
         self._max_keys = max_keys
         self._max_age_s = max_age_s
         self._clock = clock
-        self._keepers: OrderedDict[str, tuple[str, float]] = OrderedDict()
+        self._keepers: OrderedDict[str, tuple[str, int, float]] = OrderedDict()
 
     def __repr__(self) -> str:
         return f"<KeyBook {len(self._keepers)} keys>"
 
-    def claim(self, key: str, keeper: str, *, instead_of: str | None = None) -> str:
-        """The keeper of a key: who is written down, else `keeper`, which is written down then.
+    def claim(self, key: str, keeper: str, *, number: int = 1) -> tuple[str, int]:
+        """The keeper of a key and its number: who is written down, else `keeper`, which is written down then.
 
         Args:
-            instead_of: a keeper that is known to be of no use any more; `keeper` takes its place.
+            number: 1 for the first keeper of a key, one more for each that took the place of another. The higher one
+                stands, so a book that missed a move cannot undo it.
         """
         now = self._clock()
         known = self._keepers.pop(key, None)
-        if known is not None and known[0] != instead_of and now - known[1] <= self._max_age_s:
-            keeper = known[0]
-        self._keepers[key] = (keeper, now)
+        if known is not None and known[1] >= number and now - known[2] <= self._max_age_s:
+            keeper, number, _ = known
+        self._keepers[key] = (keeper, number, now)
         while len(self._keepers) > self._max_keys or self._oldest_is_stale(now):
             self._keepers.popitem(last=False)
-        return keeper
+        return keeper, number
 
     def _oldest_is_stale(self, now: float) -> bool:
-        return now - next(iter(self._keepers.values()))[1] > self._max_age_s
+        return now - next(iter(self._keepers.values()))[2] > self._max_age_s
