@@ -111,6 +111,10 @@ class FrontendSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
 
     workers: Annotated[list[str], _about("Base URLs of the workers, separated by commas")] = []
     workers_file: Annotated[str | None, _about("JSON or TOML file of worker URLs, followed while it changes")] = None
+    fleet: Annotated[
+        dict[str, str],
+        _about("A further model as NAME=URL,URL...: a fleet of its own; several may be given"),
+    ] = {}
     worker_key_file: Annotated[str | None, _about("File whose first key is sent to the workers")] = None
     router: Annotated[str | None, _about("Routing policy: prefix_aware (the default), least_loaded or round_robin")] = (
         None

@@ -1,9 +1,13 @@
 """`rollplane frontend`: many workers served as one."""
 
 import asyncio
+import dataclasses
 from pathlib import Path
+from typing import Final
 
+import aiohttp
 import structlog
+from starlette.types import ASGIApp
 
 from rollplane.config import FrontendSettings, ServerSettings, Settings, read_keys
 from rollplane.discovery.base import Discovery
@@ -15,14 +19,19 @@ from rollplane.rl.control_record import RecordFile
 from rollplane.rl.fleet import Fleet, FleetSettings
 from rollplane.rl.fleet_update import Checkpoint
 from rollplane.rl.remote import RemoteWorker
+from rollplane.router.models import Models
 from rollplane.router.policies import make_policy
 from rollplane.router.router import Router, RouterSettings
 from rollplane.server import ops
 from rollplane.server.app import create_app
 from rollplane.server.auth import KeyRing, check_binding
+from rollplane.server.fleets import FleetPaths
 from rollplane.server.metrics import Metrics
 from rollplane.server.service import Service
 from rollplane.server.text import Texts, text_directory
+
+DEFAULT_FLEET: Final = "default"
+"""The name of the first fleet, whose policy is trained."""
 
 log = structlog.get_logger("rollplane.frontend")
 
@@ -39,46 +48,96 @@ async def run_frontend(settings: Settings) -> None:
     check_binding(server.admin_host or server.host, keys)
     ops.check_tls(server)
     discovery = discovery_of(about)
-    policy = make_policy(about.router)
+    others = {name: StaticDiscovery(urls_of(name, text)) for name, text in about.fleet.items()}
     key = worker_key(about)
-    record = None if about.control_record is None else RecordFile(Path(about.control_record))
-    fleet = Fleet(settings=FleetSettings(initial=initial_of(about), stall_s=server.stall_s), record=record)
     session = worker_session()
-    router = Router(
-        fleet,
-        policy=policy,
-        settings=RouterSettings(hold_limit_s=about.max_hold_s, max_attempts=about.max_attempts),
-        discovery=discovery,
-        make_worker=lambda url: RemoteWorker(
-            url, key=key, frontend="frontend", silent_s=about.silent_s, session=session
-        ),
-    )
+    router = make_router(about, server, discovery, key=key, session=session)
+    engine: Router | Models = router
+    if others:
+        more = {
+            name: make_router(about, server, one, name=name, key=key, session=session) for name, one in others.items()
+        }
+        engine = Models({DEFAULT_FLEET: router, **more})
     try:
         sock = ops.bind(server)
         admin_sock = ops.bind_admin(server)
         url = ops.url_of(sock, tls=server.tls_cert_file is not None)
-        await router.start()
+        await engine.start()
         service = Service(
             role="frontend",
-            engine=router,
-            admin=fleet,
+            engine=engine,
+            admin=router.fleet,
             settings=server,
             keys=keys,
             metrics=Metrics(),
             texts=Texts(text_directory(server.tokenizer, about.initial_checkpoint)),
             admin_port=ops.port_of(admin_sock),
         )
+        app: ASGIApp = create_app(service)
+        if isinstance(engine, Models):
+            app = fleet_paths(app, service, engine)
         announcing: list[asyncio.Task[None]] = []
 
         def ready() -> None:
             announcing.append(asyncio.create_task(announce(router, server, url=url, join_s=about.join_s)))
 
-        await ops.run(create_app(service), service, sock, admin_sock=admin_sock, on_ready=ready)
+        await ops.run(app, service, sock, admin_sock=admin_sock, on_ready=ready)
         for task in announcing:
             task.cancel()
         await asyncio.gather(*announcing, return_exceptions=True)
     finally:
         await session.close()
+
+
+def make_router(
+    about: FrontendSettings,
+    server: ServerSettings,
+    discovery: Discovery,
+    *,
+    name: str | None = None,
+    key: str | None,
+    session: aiohttp.ClientSession,
+) -> Router:
+    """The router of one fleet; `name` None: the first, whose policy is trained."""
+    record = None
+    if about.control_record is not None:
+        record = RecordFile(Path(about.control_record if name is None else f"{about.control_record}.{name}"))
+    initial = initial_of(about) if name is None else None
+
+    def ours(url: str) -> RemoteWorker:
+        return RemoteWorker(url, key=key, frontend="frontend", silent_s=about.silent_s, session=session)
+
+    return Router(
+        Fleet(settings=FleetSettings(initial=initial, stall_s=server.stall_s), record=record),
+        policy=make_policy(about.router),
+        settings=RouterSettings(hold_limit_s=about.max_hold_s, max_attempts=about.max_attempts),
+        discovery=discovery,
+        make_worker=ours,
+    )
+
+
+def fleet_paths(root: ASGIApp, service: Service, models: Models) -> FleetPaths:
+    """The root's app, and beside it the whole API of each fleet."""
+    apps: dict[str, ASGIApp] = {}
+    for name, router in models.routers.items():
+        one = dataclasses.replace(service, engine=router, admin=router.fleet, metrics=Metrics())
+        apps[name] = create_app(one)
+    return FleetPaths(root, apps)
+
+
+def urls_of(name: str, text: str) -> list[str]:
+    """The workers of a further fleet.
+
+    Raises:
+        InvalidRequest: a name that is no path segment, or no address.
+    """
+    urls = text.replace(",", " ").split()
+    if not urls or not name or not name.isascii() or not name.replace("-", "").replace("_", "").isalnum():
+        raise InvalidRequest(
+            f"frontend.fleet: {name[:64]!r} must be letters, digits, - and _, with at least one worker's URL",
+            param="frontend.fleet",
+        )
+    return urls
 
 
 async def announce(router: Router, server: ServerSettings, *, url: str, join_s: float) -> None:
