@@ -203,6 +203,18 @@ async def test_received_weights_come_back_when_the_next_ones_fail_half_way(
     assert directories(lora_engine) == []
 
 
+async def test_vllms_own_transfer_and_sleep_are_refused_where_they_would_do_nothing(lora_engine: LastingEngine) -> None:
+    """Its CPU build says that it sleeps, and goes on holding all of its memory."""
+    await lora_engine.start()
+    with pytest.raises(InvalidRequest, match="without --weight-transfer-config"):
+        await lora_engine.native.init({"master_address": "127.0.0.1", "master_port": 1, "rank_offset": 1})
+    with pytest.raises(InvalidRequest, match="--enable-sleep-mode"):
+        await lora_engine.sleeping.sleep()
+
+    assert (await greedy(lora_engine)).choices[0].finish_reason == "length"
+    assert (await lora_engine.health()).state == "ready"
+
+
 def directories(engine: LastingEngine) -> list[str]:
     """Where received weights lie now."""
     receiver = engine._receiver

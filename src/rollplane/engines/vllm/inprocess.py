@@ -25,13 +25,14 @@ from rollplane.engines.vllm.facts import read_info
 from rollplane.engines.vllm.features import MediaModel, engine_input, sample_model
 from rollplane.engines.vllm.live import LiveChoice, LiveRequest
 from rollplane.engines.vllm.media import check_urls, placeholders_of, rendered
+from rollplane.engines.vllm.native import NativeTransfer, Sleep
 from rollplane.engines.vllm.policy import Policy
 from rollplane.engines.vllm.settings import VllmSettings
 from rollplane.engines.vllm.start import follow_kv_events, read_loaded, start_engine
 from rollplane.engines.vllm.step_stats import Progress, vllm_families
 from rollplane.engines.vllm.versions import VllmApi
 from rollplane.engines.zmq_kv_events import ZmqKvEvents
-from rollplane.errors import Conflict, EngineDied, EngineFailed, InvalidRequest, RollplaneError
+from rollplane.errors import Conflict, EngineDied, EngineFailed, InvalidRequest, RollplaneError, Unavailable
 from rollplane.identity import engine_salt
 from rollplane.protocol.admin import FlushReport, PauseMode, PauseReport, ResumeReport, StagedWeights
 from rollplane.protocol.broadcast import Manifest, TransferGroup
@@ -55,6 +56,8 @@ class VllmEngine:
         self._info: EngineInfo | None = None
         self._policy: Policy | None = None
         self._receiver: Receiver | None = None
+        self._native: NativeTransfer | None = None
+        self._sleep: Sleep | None = None
         self._adapters: Adapters | None = None
         self._media_model: MediaModel | None = None
         self._media: Any = None
@@ -121,6 +124,9 @@ class VllmEngine:
                 resubmit=self._submit,
                 on_cleared=self._mirror.clear,
             )
+            transfer = getattr(engine.vllm_config, "weight_transfer_config", None)
+            self._native = NativeTransfer(engine, self._policy, backend=transfer.backend if transfer else None)
+            self._sleep = Sleep(engine, self._policy, offered=bool(config.enable_sleep_mode))
             self._receiver = Receiver(engine, self._policy, backends=backends, root=settings.received_weights_dir)
             self._kv_events = follow_kv_events(engine, self._mirror)
             if self._kv_events is not None:
@@ -198,6 +204,8 @@ class VllmEngine:
             return EngineHealth(alive=False, state="failed", reason="the vLLM engine is gone")
         if policy.broken is not None:
             return EngineHealth(alive=False, state="failed", reason=f"the weights are broken: {policy.broken}")
+        if self.sleeping.asleep:
+            return EngineHealth(alive=True, state="asleep")
         progress, busy = self._progress, bool(self._live) and not policy.paused
         began = max([progress.moved_at, *(live.began for live in self._live_requests())]) if busy else 0.0
         held = sum(not live.choices for live in self._live_requests())
@@ -263,6 +271,22 @@ class VllmEngine:
     async def leave_group(self) -> None:
         """See `BroadcastReceiver.leave_group`."""
         await self._receiver_side().leave()
+
+    # vLLM's own weight transfer and sleep ------------------------------------------------------------------------------
+
+    @property
+    def native(self) -> NativeTransfer:
+        """Weights by vLLM's own transfer backend, where it was started with one."""
+        if self._native is None:
+            raise Conflict("the vLLM engine is not started")
+        return self._native
+
+    @property
+    def sleeping(self) -> Sleep:
+        """Sleep and waking up, where vLLM was started with sleep mode."""
+        if self._sleep is None:
+            raise Conflict("the vLLM engine is not started")
+        return self._sleep
 
     # AdapterHost -----------------------------------------------------------------------------------------------------
 
@@ -478,6 +502,8 @@ class VllmEngine:
     def _check_alive(self) -> None:
         if self._closing or self._engine is None:
             raise EngineDied("the engine is closed")
+        if self._sleep is not None and self._sleep.asleep:
+            raise Unavailable("the engine is asleep")
         if self._engine.errored:
             raise EngineDied("the vLLM engine is gone")
 

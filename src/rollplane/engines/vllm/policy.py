@@ -60,6 +60,8 @@ class Policy:
         self._held = False
         """Whether a caller's pause holds; a flush stops the steps for a moment without one."""
         self.broken: str | None = None
+        self.transfer_open = False
+        """Whether vLLM's own transfer is between the start and the end of an update: the model is no model then."""
         self._loaded = loaded
         self._good: StagedWeights | None = None
         self._tied = tied
@@ -135,6 +137,8 @@ class Policy:
             return
         if self.broken is not None:
             raise EngineDied(f"the model's weights are broken: {self.broken}")
+        if self.transfer_open:
+            raise Conflict("a weight update is open; finish it before resuming")
         self._settle_cleared()
         await self.ask(self.engine.resume_generation())
         if not self._held:
@@ -176,6 +180,19 @@ class Policy:
 
     async def apply(self, staged: StagedWeights, *, version: str) -> None:
         """See `WeightReceiver.apply_weights`."""
+        if self.transfer_open:
+            raise Conflict("a weight update by vLLM's own transfer is open; finish it first")
+        await self.change(version, lambda: self._load(staged))
+
+    async def change(self, version: str, load: Callable[[], Awaitable[None]]) -> None:
+        """Other weights, with everything that hangs on them: caches, adapters, spans, and the version last.
+
+        Args:
+            load: puts them in place, or raises EngineFailed where the old ones are in place again.
+
+        Raises:
+            Conflict: not paused. EngineFailed: the old weights serve. EngineDied: the model is not whole.
+        """
         async with self._lock:
             if not self.paused:
                 raise Conflict(f"weights change only while paused; this engine is {self!r}")
@@ -188,7 +205,7 @@ class Policy:
             try:
                 for _, choice in fresh:
                     await self.ask(versions.abort(self.engine, choice.leave()))
-                await self._load(staged)
+                await load()
                 self.broken = None
                 await self._drop_old_caches(version, [(live, choice) for live, choice, _ in kept])
                 if self._adapters is not None:
@@ -205,6 +222,25 @@ class Policy:
                     choice.fail(EngineFailed("a weight update failed before the request made a token"))
                 raise
             await self._submit_again(fresh)
+
+    async def go_back(self, why: str) -> None:
+        """Load the old weights again over whatever is there.
+
+        Raises:
+            EngineFailed: they are in place. EngineDied: they are not, and nothing can step.
+        """
+        again = await self._load_files(self._good) if self._good is not None else [{}]
+        if all("loaded" in answer for answer in again):
+            await self._reset(running=True)
+            if self._adapters is not None:
+                await self._adapters.load_again()
+            raise EngineFailed(f"{why}; the old weights were loaded again")
+        self.broken = why
+        raise EngineDied(f"{why}; nor did the old weights load again")
+
+    def forget_good(self) -> None:
+        """The weights in place came from nowhere that they could be loaded from again."""
+        self._good = None
 
     def relabel(self, version: str) -> None:
         """Another name for the same weights: what is cached stays right, and running requests keep the name they have."""
@@ -251,14 +287,7 @@ class Policy:
         if not broken:
             self._good = staged
             return
-        again = await self._load_files(self._good) if self._good is not None else [{}]
-        if all("loaded" in answer for answer in again):
-            await self._reset(running=True)
-            if self._adapters is not None:
-                await self._adapters.load_again()
-            raise EngineFailed(f"the checkpoint did not load: {broken[0]}; the old weights were loaded again")
-        self.broken = broken[0]
-        raise EngineDied(f"the checkpoint did not load, nor did the old weights again: {broken[0]}")
+        await self.go_back(f"the checkpoint did not load: {broken[0]}")
 
     async def _load_files(self, staged: StagedWeights) -> list[dict[str, Any]]:
         answers: list[dict[str, Any]] = await self.ask(

@@ -375,6 +375,20 @@ def media_api() -> Any:
     return Media
 
 
+def transfer_init(info: dict[str, Any]) -> Any:
+    """vLLM's record of a request to join a trainer's group."""
+    from vllm.distributed.weight_transfer.base import WeightTransferInitRequest
+
+    return WeightTransferInitRequest(init_info=info)
+
+
+def transfer_part(info: dict[str, Any]) -> Any:
+    """vLLM's record of a part of the weights."""
+    from vllm.distributed.weight_transfer.base import WeightTransferUpdateRequest
+
+    return WeightTransferUpdateRequest(update_info=info)
+
+
 async def render_media(engine: Any, prompt: dict[str, Any], parts: list[tuple[str, str]]) -> Any:
     """Fetch and process raw media with vLLM's own renderer; the engine input, its prompt expanded.
 
