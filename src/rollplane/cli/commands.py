@@ -49,6 +49,7 @@ app.command("serve")(
                 "frontend.workers",
                 "frontend.worker_key_file",
                 "frontend.workers_file",
+                "frontend.dynamo_rl_url",
                 "worker.name",
                 "worker.public_url",
                 "worker.runtime",
@@ -58,6 +59,18 @@ app.command("serve")(
 )
 
 
+def _check(settings: Settings) -> None:
+    """Say what would go wrong with these settings: engine, model, roots, ports, keys, clocks, disks. Starts nothing."""
+    importlib.import_module("rollplane.cli.check").main(settings)
+
+
+def _config(settings: Settings) -> None:
+    """Print every setting, its value, and where the value came from: default, file, variable or flag."""
+    importlib.import_module("rollplane.cli.flags").show_settings(settings)
+
+
+app.command("check")(settings_command(["server", "worker", "frontend"], _check))
+app.command("config")(settings_command(["server", "worker", "frontend"], _config))
 app.command("mock-vllm")(settings_command(["mock_vllm"], _mock_vllm))
 
 
@@ -85,6 +98,19 @@ def status(
     """Look at a server until interrupted."""
     run: Any = importlib.import_module("rollplane.cli.status").main
     run(url, key_file=key_file, once=once, as_json=as_json, interval_s=interval_s)
+
+
+@app.command(
+    "prove",
+    context_settings={"allow_extra_args": True, "ignore_unknown_options": True, "help_option_names": []},
+    help="Show on this machine that RL runs end to end; every step passes, with its mismatch KL.",
+)
+def prove(context: typer.Context) -> None:
+    """Hand all arguments to the proof's own command."""
+    run: Any = importlib.import_module("rollplane.prove.command").prove
+    inner = typer.Typer(add_completion=False, pretty_exceptions_enable=False)
+    inner.command()(run)
+    inner(args=context.args, prog_name="rollplane prove", standalone_mode=True)
 
 
 @app.command("version")

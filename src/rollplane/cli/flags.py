@@ -1,12 +1,12 @@
 """Command-line flags derived from the settings' declarations, so that no option is declared twice."""
 
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Annotated, Any, get_args, get_origin
 
 import typer
 
-from rollplane.config import Option, Settings, load_settings, options
+from rollplane.config import TABLES, Option, Settings, load_settings, options
 
 SEPARATOR = "__"
 
@@ -39,7 +39,7 @@ def settings_command(
             flags["worker.engine_args"] = tuple(rest)
         settings = load_settings(file=file, flags=flags)
         if show:
-            show_settings(settings, by_flag)
+            show_settings(settings, [option.path for shared in by_flag.values() for option in shared])
             return
         run(settings)
 
@@ -58,14 +58,13 @@ def settings_command(
     return command
 
 
-def show_settings(settings: Settings, by_flag: dict[str, list[Option]]) -> None:
-    """Every option, its value and where the value came from."""
-    from rollplane.config import TABLES
-
-    for shared in by_flag.values():
-        for option in shared:
-            value = getattr(settings.table(TABLES[option.table]), option.field)
-            print(f"{option.path} = {value!r}  # {settings.origin(option.path)}")
+def show_settings(settings: Settings, paths: Collection[str] | None = None) -> None:
+    """Every option of these paths (all where None), its value and where the value came from."""
+    for name, record in TABLES.items():
+        table = settings.table(record)
+        for option in options(name):
+            if paths is None or option.path in paths:
+                print(f"{option.path} = {getattr(table, option.field)!r}  # {settings.origin(option.path)}")
 
 
 def _flag(option: Option) -> inspect.Parameter:

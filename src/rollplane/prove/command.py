@@ -1,0 +1,159 @@
+"""The `prove` command: which runs, what they print and write, and the exit code."""
+
+import importlib.util
+import shutil
+import signal
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Annotated, Any, Final, Literal
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from rollplane.errors import InvalidRequest, RollplaneError
+from rollplane.prove.record import Run
+
+RunName = Literal["dense", "lora", "moe"]
+NAMES: Final[tuple[RunName, ...]] = ("dense", "lora", "moe")
+EngineChoice = Literal["auto", "embedded", "vllm"]
+MARK: Final = ".rollplane-proof"
+
+
+def prove(
+    json_file: Annotated[Path | None, typer.Option("--json", help="File for the runs as JSON.", dir_okay=False)] = None,
+    out: Annotated[
+        Path, typer.Option(help="Directory for rollouts, checkpoints and logs; an earlier proof there goes.")
+    ] = Path("runs/proof"),
+    run: Annotated[list[str] | None, typer.Option(help="Only this run (dense, lora, moe); may be given again.")] = None,
+    engine: Annotated[
+        EngineChoice, typer.Option(help="Of the dense and LoRA runs; auto: vLLM where it is installed, else embedded.")
+    ] = "auto",
+    dtype: Annotated[
+        Literal["bfloat16", "float32"], typer.Option(help="What that engine computes in; the trainer is float32.")
+    ] = "bfloat16",
+    seed: Annotated[int, typer.Option(min=0, help="Of the models, the prompts and the sampling.")] = 0,
+) -> None:
+    """Show on this machine that RL runs end to end: every step of every run passes, with its mismatch KL.
+
+    dense: three optimizer steps, weights by broadcast from memory. lora: three steps, adapters from disk, flipped while requests
+    run. moe: GRPO with routed experts and sampling masks replayed, one update in flight, and the routing stress.
+    Exits with 1 where a step failed.
+    """
+    console = Console()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGTERM, _interrupt)  # so that `with` blocks end the workers on a plain kill, too
+    try:
+        chosen = chosen_runs(run)
+        place = prepare(out.resolve(), chosen)
+        runs = prove_all(chosen, place, engine=engine_of(engine), dtype=dtype, seed=seed, console=console)
+    except RollplaneError as error:
+        console.print(f"proof failed: {error.message}", style="red", markup=False)
+        raise typer.Exit(1) from error
+    except KeyboardInterrupt:
+        console.print("interrupted", style="red")
+        raise typer.Exit(130) from None
+    body = msgspec.json.format(msgspec.json.encode([each.tree() for each in runs]), indent=2)
+    (place / "proof.json").write_bytes(body)
+    if json_file is not None:
+        json_file.write_bytes(body)
+    console.print(table_of(runs))
+    for each in runs:
+        for line in [*each.failures, *(f"step {s.step}: {f}" for s in each.steps for f in s.failures)]:
+            console.print(f"{each.name}: {line}", style="red", markup=False)
+    if not all(each.passed for each in runs):
+        raise typer.Exit(1)
+
+
+def prove_all(
+    names: list[RunName], place: Path, *, engine: Literal["embedded", "vllm"], dtype: str, seed: int, console: Console
+) -> list[Run]:
+    """The runs in order; one that breaks off is a failed run, and the next ones still run."""
+    import torch
+    import transformers
+
+    from rollplane.prove.moe import run_moe
+    from rollplane.prove.runs import run_adapters, run_dense
+
+    torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
+    work: dict[RunName, Callable[[Path], Run]] = {
+        "dense": lambda path: run_dense(path, engine=engine, dtype=dtype, seed=seed),
+        "lora": lambda path: run_adapters(path, engine=engine, dtype=dtype, seed=seed),
+        "moe": lambda path: run_moe(path, seed=seed, console=console),
+    }
+    found = []
+    for name in names:
+        console.print(f"{name}: running", markup=False)
+        try:
+            found.append(work[name](place / name))
+        except RollplaneError as error:
+            found.append(Run(name=name, engine=engine, dtype=dtype, failures=[error.message]))
+    return found
+
+
+def chosen_runs(given: list[str] | None) -> list[RunName]:
+    """The runs that were asked for, all where none was named.
+
+    Raises:
+        InvalidRequest: an unknown name.
+    """
+    unknown = [name for name in given or () if name not in NAMES]
+    if unknown:
+        raise InvalidRequest(f"run must be one of {', '.join(NAMES)}, got {unknown[0]!r}", param="run")
+    return [name for name in NAMES if not given or name in given]
+
+
+def engine_of(choice: EngineChoice) -> Literal["embedded", "vllm"]:
+    """The engine that a choice means here."""
+    if choice == "auto":
+        return "vllm" if importlib.util.find_spec("vllm") is not None else "embedded"
+    return choice
+
+
+def prepare(out: Path, names: list[RunName]) -> Path:
+    """An empty directory per run.
+
+    Raises:
+        InvalidRequest: `out` holds something else than a proof.
+    """
+    if out.exists() and any(out.iterdir()) and not (out / MARK).is_file():
+        raise InvalidRequest(f"{out} holds files that no proof made", param="out")
+    out.mkdir(parents=True, exist_ok=True)
+    (out / MARK).touch()
+    for name in names:
+        shutil.rmtree(out / name, ignore_errors=True)
+        (out / name).mkdir()
+    return out
+
+
+def table_of(runs: list[Run]) -> Table:
+    """One row per step."""
+    table = Table(title="Proof")
+    for column in ("run", "engine", "step", "policy", "reward", "mismatch KL", "previous policy's", "passed"):
+        table.add_column(column, justify="right" if "KL" in column or "prev" in column else "left")
+    for run in runs:
+        for step in run.steps:
+            ratio = None if step.previous_kl is None else step.previous_kl / step.mismatch_kl
+            previous = "" if ratio is None else f"{step.previous_kl:.1e} ({ratio:.0f}x)"
+            table.add_row(
+                run.name,
+                f"{run.engine} {run.dtype}",
+                str(step.step),
+                step.policy_version,
+                "" if step.reward is None else f"{step.reward:.3f}",
+                f"{step.mismatch_kl:.1e}",
+                previous,
+                "yes" if step.passed else "NO",
+            )
+        stress: dict[str, Any] | None = run.figures.get("stress_mismatch_kl")
+        for name, kl in (stress or {}).items():
+            table.add_row(run.name, "", "stress", "", "", f"{kl:.1e}", f"replayed: {name}", "")
+        table.add_row(run.name, "", "", "", "", "", "", "passed" if run.passed else "FAILED", end_section=True)
+    return table
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    raise KeyboardInterrupt

@@ -1,0 +1,101 @@
+"""What `check` sees before anything is started, and what `config` says of where values came from."""
+
+import json
+import os
+import struct
+from pathlib import Path
+from typing import Any
+
+import pytest
+from typer.testing import CliRunner
+
+from rollplane.cli.check import findings
+from rollplane.cli.commands import app
+from rollplane.config import load_settings
+
+
+def states(**flags: Any) -> dict[str, tuple[str, str]]:
+    given = {name.replace("__", "."): value for name, value in flags.items()}
+    found = findings(load_settings(env={}, flags={"server.port": 0, **given}))
+    return {each.name: (each.state, each.says) for each in found}
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    path = tmp_path / "model"
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps({"architectures": ["Tiny"]}))
+    header = json.dumps({"w": {"dtype": "F32", "shape": [1], "data_offsets": [0, 4]}}).encode()
+    (path / "model.safetensors").write_bytes(struct.pack("<Q", len(header)) + header + b"\0\0\0\0")
+    (path / "tokenizer.json").write_text("{}")
+    return path
+
+
+def test_a_whole_model_is_fine(model: Path) -> None:
+    found = states(worker__engine="embedded", worker__model=str(model))
+
+    assert [name for name, (state, _) in found.items() if state != "ok" and not name.startswith("disk")] == []
+    assert found["model"][1].startswith("Tiny, 1 files")
+
+
+def test_weights_that_were_cut_off_are_named(model: Path) -> None:
+    file = model / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:-1])
+
+    state, says = states(worker__engine="embedded", worker__model=str(model))["model"]
+
+    assert state == "fail"
+    assert "cut off" in says
+
+
+def test_files_from_the_future_are_a_warning(model: Path) -> None:
+    os.utime(model / "config.json", (4e9, 4e9))
+
+    assert states(worker__engine="embedded", worker__model=str(model))["clock"][0] == "warn"
+
+
+def test_an_option_that_the_engine_lacks_fails_by_name(model: Path) -> None:
+    found = states(worker__engine="embedded", worker__model=str(model), worker__engine_option=["nonsense=1"])
+
+    assert found["engine flags"][0] == "fail"
+    assert "nonsense" in found["engine flags"][1]
+
+
+def test_listening_to_others_without_keys_fails() -> None:
+    assert states(server__host="0.0.0.0")["keys"][0] == "fail"
+
+
+def test_a_key_file_that_others_read_and_a_missing_root_are_seen(tmp_path: Path) -> None:
+    keys = tmp_path / "keys"
+    keys.write_text("secret\n")
+    keys.chmod(0o644)
+    absent = str(tmp_path / "absent")
+
+    found = states(server__admin_key_file=[str(keys)], server__root=[absent])
+
+    assert found["keys"] == ("warn", f"{keys} may be read by others (mode 644); chmod 600")
+    assert found[f"root {absent}"] == ("fail", "does not exist")
+
+
+def test_workers_that_nobody_answers_for_fail() -> None:
+    assert states(frontend__workers=["http://127.0.0.1:1"])["worker http://127.0.0.1:1"][0] == "fail"
+
+
+def test_the_command_says_how_many_failed_and_ends_with_1() -> None:
+    done = CliRunner().invoke(app, ["check", "--engine", "embedded", "--model", "/no/such", "--port", "0"])
+
+    assert done.exit_code == 1
+    assert "1 failed" in done.output
+
+
+def test_config_says_where_each_value_came_from(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    file = tmp_path / "rollplane.toml"
+    file.write_text("[server]\ndrain_s = 3.0\n")
+    monkeypatch.setenv("ROLLPLANE_SERVER_STALL_S", "7")
+
+    lines = CliRunner().invoke(app, ["config", "--config", str(file), "--port", "1234"]).output.splitlines()
+
+    assert f"server.drain_s = 3.0  # file {file}" in lines
+    assert "server.stall_s = 7.0  # env ROLLPLANE_SERVER_STALL_S" in lines
+    assert "server.port = 1234  # flag --port" in lines
+    assert "server.host = '127.0.0.1'  # default" in lines
