@@ -1,5 +1,6 @@
 """A real vision-language engine: features made by a renderer, raw images, and what a client may do to either."""
 
+import asyncio
 import base64
 import io
 from collections.abc import AsyncIterator
@@ -10,11 +11,13 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from PIL import Image
-from tests.models.tiny import IMAGE_PAD_ID, VISION_END_ID, VISION_START_ID, shared_model
+from tests.models.tiny import IMAGE_PAD_ID, VIDEO_PAD_ID, VISION_END_ID, VISION_START_ID, shared_model
 from tests.vllm.own_server import own_server
 from tests.vllm.support import running
 
+from rollplane.engines.vllm import versions
 from rollplane.engines.vllm.inprocess import VllmEngine
+from rollplane.engines.vllm.media import placeholders_of
 from rollplane.errors import InvalidRequest, RollplaneError
 from rollplane.identity import identify
 from rollplane.protocol.features import parse_features
@@ -33,9 +36,19 @@ def data_url(colour: str, size: tuple[int, int] = (56, 56)) -> str:
     return "data:image/png;base64," + base64.b64encode(buffer.getvalue()).decode()
 
 
+def video_url(colour: str, frames: int = 4) -> str:
+    """Frames as vLLM takes them without a video codec."""
+    found = []
+    for _ in range(frames):
+        buffer = io.BytesIO()
+        Image.new("RGB", (56, 56), colour).save(buffer, format="JPEG")
+        found.append(base64.b64encode(buffer.getvalue()).decode())
+    return "data:video/jpeg;base64," + ",".join(found)
+
+
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine() -> AsyncIterator[VllmEngine]:
-    limits = ("--limit-mm-per-prompt", '{"image": 4, "video": 0}')
+    limits = ("--limit-mm-per-prompt", '{"image": 4, "video": 1}', "--allowed-media-domains", "127.0.0.1")
     async with running(shared_model("qwen-vl"), *limits, "--mm-processor-cache-gb", "0.1") as started:
         yield started
 
@@ -50,7 +63,20 @@ async def rendered(engine: VllmEngine) -> dict[str, tuple[list[int], Features]]:
             body = {"model": "policy", "messages": [{"role": "user", "content": content}]}
             made = (await client.post("/v1/chat/completions/render", json=body)).json()
             found[name] = (made["token_ids"], made["features"])
+    for name in ("red", "blue"):
+        found[f"{name} video"] = await render_video(engine, name)
     return found
+
+
+async def render_video(engine: VllmEngine, colour: str) -> tuple[list[int], Features]:
+    """The tiny model's chat template has no place for videos, so this asks vLLM's renderer below it."""
+    from vllm.entrypoints.scale_out.token_in_token_out.mm_serde import encode_mm_kwargs_item
+
+    ids = [900, VISION_START_ID, VIDEO_PAD_ID, VISION_END_ID, 901]
+    made = await versions.render_media(engine._engine, {"prompt_token_ids": ids}, [("video_url", video_url(colour))])
+    kwargs = {"video": [encode_mm_kwargs_item(item) for item in made["mm_kwargs"]["video"]]}
+    places = placeholders_of(made)
+    return made["prompt_token_ids"], {"mm_hashes": made["mm_hashes"], "mm_placeholders": places, "kwargs_data": kwargs}
 
 
 async def look(engine: VllmEngine, token_ids: list[int], features: Features, **sampling: Any) -> GenerateResponse:
@@ -72,10 +98,56 @@ def edited(features: Features, **changes: Any) -> Features:
 
 
 async def test_images_change_the_answer(engine: VllmEngine, rendered: dict[str, tuple[list[int], Features]]) -> None:
+    """Videos too."""
     answers = {name: values(await look(engine, *made)) for name, made in rendered.items()}
 
-    assert len({tuple(a) for a in answers.values()}) == 3
-    assert engine.info.capabilities.features == ["image"]
+    assert len({tuple(a) for a in answers.values()}) == len(rendered) == 5
+    assert engine.info.capabilities.features == ["image", "video"]
+
+
+async def test_a_video_is_held_to_the_rules_of_images(
+    engine: VllmEngine, rendered: dict[str, tuple[list[int], Features]]
+) -> None:
+    token_ids, features = rendered["red video"]
+    control = values(await look(engine, token_ids, features))
+    [place] = features["mm_placeholders"]["video"]
+    longer = [{"offset": place["offset"], "length": place["length"] - 1}]
+    image = rendered["red"][1]["kwargs_data"]["image"]
+    forged: list[tuple[str, Features]] = [
+        ("placeholder takes", edited(features, mm_placeholders={"video": longer})),
+        ("fields are", edited(features, kwargs_data={"video": image})),
+        ("patches", edited(features, kwargs_data={"video": [_forge(features, grid=[1, 4, 4])]})),
+        ("dtype uint8", edited(features, kwargs_data={"video": [_forge(features, pixels="uint8")]})),
+        ("not finite", edited(features, kwargs_data={"video": [_forge(features, pixels="nan")]})),
+        ("no kwargs_data", edited(features, kwargs_data={"video": [None]}, mm_metadata=None)),
+    ]
+    for word, made in forged:
+        with pytest.raises(InvalidRequest, match=word):
+            await look(engine, token_ids, made)
+
+    lying = edited(features, mm_hashes=rendered["blue video"][1]["mm_hashes"])
+    assert values(await look(engine, token_ids, lying)) == control
+
+
+async def test_a_modality_that_the_model_has_not_is_refused(
+    engine: VllmEngine, rendered: dict[str, tuple[list[int], Features]]
+) -> None:
+    token_ids, features = rendered["red"]
+    heard = {name: {"audio": by["image"]} for name, by in features.items() if by is not None}
+    with pytest.raises(InvalidRequest, match="audio"):
+        await look(engine, token_ids, heard)
+
+
+async def test_the_shape_of_an_image_is_part_of_what_it_is(
+    engine: VllmEngine, rendered: dict[str, tuple[list[int], Features]]
+) -> None:
+    """The same bytes as 2 by 4 and as 4 by 2 patches per side; vLLM is given one hash for both."""
+    token_ids, features = rendered["green"]
+    tall = _forge(features, grid=[1, 8, 6])
+    wide = _forge(features, grid=[1, 6, 8])
+    found = [values(await look(engine, token_ids, edited(features, kwargs_data={"image": [k]}))) for k in (tall, wide)]
+
+    assert found[0] != found[1]
 
 
 async def test_features_and_raw_images_give_one_answer(
@@ -162,6 +234,39 @@ async def test_only_allowed_hosts_are_fetched(engine: VllmEngine, url: str) -> N
         )
 
 
+async def test_an_allowed_host_is_fetched_and_sends_nobody_on(
+    engine: VllmEngine, rendered: dict[str, tuple[list[int], Features]]
+) -> None:
+    picture = base64.b64decode(data_url("red").partition(",")[2])
+    asked: list[str] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        path = (await reader.readuntil(b"\r\n\r\n")).split()[1].decode()
+        asked.append(path)
+        if path == "/red.png":
+            head = f"HTTP/1.1 200 OK\r\nContent-Type: image/png\r\nContent-Length: {len(picture)}\r\n"
+            writer.write(f"{head}Connection: close\r\n\r\n".encode() + picture)
+        else:
+            writer.write(b"HTTP/1.1 302 Found\r\nLocation: /red.png\r\nContent-Length: 0\r\nConnection: close\r\n\r\n")
+        await writer.drain()
+        writer.close()
+
+    async def fetch(path: str) -> GenerateResponse:
+        parts = [ContentPart(type="image_url", url=f"http://127.0.0.1:{port}{path}")]
+        sampling = {"max_tokens": 6, "temperature": 0.0, "logprobs": 0}
+        return await answer(engine, make_request(short, fields={"content_parts": parts}, **sampling))
+
+    token_ids, features = rendered["red"]
+    short = [t for i, t in enumerate(token_ids) if t != IMAGE_PAD_ID or token_ids[i - 1] == VISION_START_ID]
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        port = server.sockets[0].getsockname()[1]
+        assert values(await fetch("/red.png")) == values(await look(engine, token_ids, features))
+        with pytest.raises(InvalidRequest, match="content_parts"):
+            await fetch("/elsewhere")
+
+    assert asked == ["/red.png", "/elsewhere"]
+
+
 async def test_an_image_that_does_not_decode_is_refused(engine: VllmEngine) -> None:
     parts = [ContentPart(type="image_url", url="data:image/png;base64,AAAA")]
     with pytest.raises(InvalidRequest, match="content_parts"):
@@ -201,17 +306,20 @@ async def test_an_update_forgets_what_the_old_tower_saw(
 
 
 def _forge(features: Features, *, pixels: str = "", grid: list[int] | None = None, drop: str = "") -> str:
-    """The red image's kwargs with one thing changed, in vLLM's own encoding."""
+    """The only item's kwargs with one thing changed, in vLLM's own encoding."""
     import torch
     from vllm.entrypoints.scale_out.token_in_token_out.mm_serde import decode_mm_kwargs_item, encode_mm_kwargs_item
 
-    item = decode_mm_kwargs_item(features["kwargs_data"]["image"][0])
+    [[given]] = features["kwargs_data"].values()
+    item = decode_mm_kwargs_item(given)
+    [values_of] = [name for name in item if name.startswith("pixel_values")]
+    [grid_of] = [name for name in item if name.endswith("grid_thw")]
     if pixels == "uint8":
-        item["pixel_values"].data = item["pixel_values"].data.to(torch.uint8)
+        item[values_of].data = item[values_of].data.to(torch.uint8)
     if pixels == "nan":
-        item["pixel_values"].data = torch.full_like(item["pixel_values"].data, float("nan"))
+        item[values_of].data = torch.full_like(item[values_of].data, float("nan"))
     if grid is not None:
-        item["image_grid_thw"].data = torch.from_numpy(np.array(grid))
+        item[grid_of].data = torch.from_numpy(np.array(grid))
     if drop:
         del item[drop]
     encoded: str = encode_mm_kwargs_item(item)

@@ -16,7 +16,7 @@ from tests.vllm.support import ENGINE_ARGS, prompt
 
 from rollplane.client.admin import AdminClient
 from rollplane.client.client import Client
-from rollplane.errors import EngineDied, InvalidRequest
+from rollplane.errors import Conflict, EngineDied, InvalidRequest
 
 SAMPLING = {"max_tokens": 12, "temperature": 0.0, "ignore_eos": True, "logprobs": 0}
 END_S = 30
@@ -81,6 +81,53 @@ async def test_a_stop_string_ends_the_answer(url: str) -> None:
     assert (choice.finish_reason, choice.stop_reason) == ("stop", "e")
 
 
+async def test_one_id_for_two_prompts_is_a_conflict_and_swaps_nothing(url: str) -> None:
+    """vLLM itself takes the same id twice and ends both with one abort."""
+    async with Client(url, attempts=1) as client:
+        alone = [(await client.generate(prompt(variant=v), sampling_params=SAMPLING)).choices[0] for v in (20, 21)]
+        long = {**SAMPLING, "max_tokens": 1800}
+        async with client.stream(prompt(variant=20), sampling_params=long, request_id="one") as stream:
+            await anext(aiter(stream))
+            with pytest.raises(Conflict):
+                await client.generate(prompt(variant=21), sampling_params=SAMPLING, request_id="one")
+        again = await client.generate(prompt(variant=21), sampling_params=SAMPLING, request_id="two")
+
+    assert again.choices[0].token_ids.tolist() == alone[1].token_ids.tolist() != alone[0].token_ids.tolist()
+
+
+async def test_callers_that_hang_up_leave_nothing_running(url: str) -> None:
+    long = {**SAMPLING, "max_tokens": 1900}
+    async with Client(url, attempts=1) as client, httpx.AsyncClient() as http:
+
+        async def running_now() -> int:
+            found: int = (await http.get(f"{url}/health")).json()["running"]
+            return found
+
+        waiting = [
+            asyncio.ensure_future(client.generate(prompt(variant=v), sampling_params=long, request_id=f"gone-{v}"))
+            for v in range(30)
+        ]
+        while await running_now() == 0:
+            assert not any(task.done() for task in waiting)
+        for task in waiting:
+            task.cancel()
+        await asyncio.gather(*waiting, return_exceptions=True)
+        async with asyncio.timeout(2):
+            while await running_now():
+                pass
+        # An id whose caller is gone is free again.
+        await client.generate(prompt(variant=3), sampling_params=SAMPLING, request_id="gone-3")
+
+
+async def test_truncation_without_a_mask_is_warned_of(url: str) -> None:
+    async with Client(url) as client:
+        plain = await client.generate(prompt(), sampling_params={**SAMPLING, "temperature": 1.0})
+        cut = await client.generate(prompt(), sampling_params={**SAMPLING, "temperature": 1.0, "top_p": 0.8})
+
+    assert plain.served_by.warnings == []
+    assert any("mask" in warning for warning in cut.served_by.warnings)
+
+
 async def test_vllms_metrics_and_ours_are_one_page(url: str) -> None:
     """vLLM counts each token and step, though it is told of them some at a time."""
     async with httpx.AsyncClient() as http, Client(url) as client, AdminClient(url) as admin:
@@ -98,10 +145,10 @@ async def test_vllms_metrics_and_ours_are_one_page(url: str) -> None:
             }
 
         before = await read()
-        await client.generate(prompt(variant=7), sampling_params=SAMPLING)
+        await client.generate(prompt(variant=77), sampling_params=SAMPLING)
         after = await read()
         await admin.pause("keep")
-        held = asyncio.ensure_future(client.generate(prompt(variant=8), sampling_params=SAMPLING))
+        held = asyncio.ensure_future(client.generate(prompt(variant=78), sampling_params=SAMPLING))
         while (waiting := await read())["vllm:num_requests_waiting", None] == 0:
             assert not held.done()
         await admin.resume()

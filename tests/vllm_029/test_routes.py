@@ -99,6 +99,22 @@ async def test_the_start_leaves_rows_out_and_nothing_else(client: httpx.AsyncCli
     assert routes.array.tolist() == decode_routes_structured(whole["routed_experts"]).array[30:].tolist()
 
 
+async def test_the_next_turn_has_the_row_of_the_former_last_token(client: httpx.AsyncClient) -> None:
+    """A turn has none for it: it was sampled and not forwarded."""
+    first = (await generate(client, prompt(40, variant=6))).json()["choices"][0]
+    so_far = [*prompt(40, variant=6), *first["token_ids"], *prompt(10, variant=7)]
+    start = 40 + 5 - 1
+
+    warm = (await generate(client, so_far, sampling={"routed_experts_prompt_start": start})).json()["choices"][0]
+    salted = {"cache_salt": "cold", "sampling": {"routed_experts_prompt_start": 0}}
+    cold = decode_routes_structured((await generate(client, so_far, **salted)).json()["choices"][0]["routed_experts"])
+
+    routes = decode_routes_structured(warm["routed_experts"])
+    assert routes.start == start
+    assert routes.array.tolist() == cold.array[start:].tolist()
+    assert decode_routes_structured(first["routed_experts"]).array.tolist() == cold.array[:start].tolist()
+
+
 async def test_a_start_past_the_prompt_is_refused_before_it_ends_the_engine(client: httpx.AsyncClient) -> None:
     refused = await generate(client, prompt(40), sampling={"routed_experts_prompt_start": 40})
 

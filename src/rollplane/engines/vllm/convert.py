@@ -175,6 +175,21 @@ def check_for_vllm(request: GenerateRequest, info: EngineInfo) -> None:
             )
 
 
+def check_transfer(request: GenerateRequest, *, kinds: frozenset[str]) -> None:
+    """Refuse transfer parameters that no connector of this engine would read.
+
+    Args:
+        kinds: those of `TRANSFER_KEYS` that one reads.
+
+    Raises:
+        InvalidRequest: naming the field and vLLM's argument.
+    """
+    for name in TRANSFER_KEYS:
+        if getattr(request, name) is not None and name not in kinds:
+            flag = f"--{name.removesuffix('_params').replace('_', '-')}-config"
+            raise InvalidRequest(f"{name} is read by nobody here: vLLM was started without {flag}", param=name)
+
+
 def _check_fixed(ids: list[int], logprobs: int | None) -> None:
     if not 1 <= len(ids) <= MAX_LOGPROB_TOKEN_IDS:
         _refuse("logprob_token_ids", f"has {len(ids)} entries, must have 1 to {MAX_LOGPROB_TOKEN_IDS}")

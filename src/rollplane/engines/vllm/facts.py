@@ -60,8 +60,7 @@ def read_info(
             stop_strings=tokenizer,
             priority=scheduler.policy == "priority",
             kv_events=says_kv_events(config),
-            transfer_params=config.kv_transfer_config is not None
-            or getattr(config, "ec_transfer_config", None) is not None,
+            transfer_params=bool(transfer_kinds(config)),
             weight_transfer=["disk"] if loaded is not None else [],
             lora=lora_capability(config.lora_config),
             features=modalities,
@@ -83,6 +82,12 @@ def lora_capability(lora_config: Any) -> LoraCapability | None:
         return None
     held = lora_config.max_cpu_loras or lora_config.max_loras
     return LoraCapability(max=int(held), rank=int(lora_config.max_lora_rank))
+
+
+def transfer_kinds(config: Any) -> frozenset[str]:
+    """Which transfer parameters (`convert.TRANSFER_KEYS`) a connector of this engine reads."""
+    configs = {"kv_transfer_params": "kv_transfer_config", "ec_transfer_params": "ec_transfer_config"}
+    return frozenset(name for name, where in configs.items() if getattr(config, where, None) is not None)
 
 
 def says_kv_events(config: Any) -> bool:

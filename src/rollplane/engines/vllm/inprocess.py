@@ -21,7 +21,7 @@ from rollplane.engines.vllm import convert, versions
 from rollplane.engines.vllm.adapters import Adapters
 from rollplane.engines.vllm.broadcast import Receiver, offered_backends
 from rollplane.engines.vllm.core_reader import CoreReader
-from rollplane.engines.vllm.facts import read_info
+from rollplane.engines.vllm.facts import read_info, transfer_kinds
 from rollplane.engines.vllm.features import MediaModel, engine_input, sample_model
 from rollplane.engines.vllm.live import LiveChoice, LiveRequest
 from rollplane.engines.vllm.media import check_urls, placeholders_of, rendered
@@ -163,6 +163,7 @@ class VllmEngine:
         self._check_alive()
         check_request(request, self.info)
         convert.check_for_vllm(request, self.info)
+        convert.check_transfer(request, kinds=transfer_kinds(self._engine.vllm_config))
         live = LiveRequest(request, convert.plan_choices(request, self.info))
         if request.adapter is not None:
             live.lora = self._adapter_side().request(request.adapter)

@@ -395,3 +395,12 @@ def test_timings_are_what_was_measured() -> None:
 
     assert convert.read_timings(Stats()) == {"preemptions": 1, "queue_s": 0.5}
     assert convert.read_timings(None) is None
+
+
+def test_transfer_parameters_that_nobody_reads_are_refused_with_the_flag() -> None:
+    both = make_request(fields={"kv_transfer_params": {"a": 1}, "ec_transfer_params": {"b": 2}})
+    convert.check_transfer(both, kinds=frozenset(convert.TRANSFER_KEYS))
+    with pytest.raises(InvalidRequest, match="--ec-transfer-config") as refusal:
+        convert.check_transfer(both, kinds=frozenset({"kv_transfer_params"}))
+    assert refusal.value.param == "ec_transfer_params"
+    convert.check_transfer(make_request(), kinds=frozenset())
