@@ -22,6 +22,7 @@ ENV_PREFIX: Final = "ROLLPLANE_"
 Port = Annotated[int, Meta(ge=0, le=65_535)]
 Seconds = Annotated[float, Meta(gt=0)]
 Bytes = Annotated[int, Meta(gt=0)]
+Share = Annotated[float, Meta(gt=0)]
 Count = Annotated[int, Meta(ge=1)]
 
 
@@ -124,6 +125,13 @@ class FrontendSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     silent_s: Annotated[
         float, Meta(ge=2), _about("A worker that says nothing for so long is lost; its requests move")
     ] = 15.0
+    max_running: Annotated[Count | None, _about("Sequences that are let in at once; further requests wait")] = None
+    max_running_per_key: Annotated[Count | None, _about("The same of one data key")] = None
+    max_waiting: Annotated[Count | None, _about("Requests that wait for room; what is over it is a 429")] = None
+    max_waiting_per_key: Annotated[Count | None, _about("The same of one data key")] = None
+    share: Annotated[
+        dict[str, Share], _about("Weight of a traffic class while requests wait, as train=3; 1 if not named")
+    ] = {}
     initial_checkpoint: Annotated[
         str | None, _about("Checkpoint that workers start with: what the first update can be rolled back to")
     ] = None
@@ -320,7 +328,10 @@ def read_text(option: Option, text: str | list[str], *, origin: str) -> Any:
         pairs = [part.partition("=") for part in parts]
         if not all(name and sign for name, sign, _ in pairs):
             raise InvalidRequest(f"{option.path} (from {origin}): expected name=value, got {text!r}", param=option.path)
-        return {name: value for name, _, value in pairs}
+        try:
+            return msgspec.convert({name: value for name, _, value in pairs}, option.kind, strict=False)
+        except msgspec.ValidationError as error:
+            raise InvalidRequest(f"{option.path} (from {origin}): {error}", param=option.path) from None
     if not isinstance(text, str):
         return text
     if option.shape == "words":

@@ -19,6 +19,7 @@ from rollplane.rl.control_record import RecordFile
 from rollplane.rl.fleet import Fleet, FleetSettings
 from rollplane.rl.fleet_update import Checkpoint
 from rollplane.rl.remote import RemoteWorker
+from rollplane.router.fair_queue import QueueSettings
 from rollplane.router.models import Models
 from rollplane.router.policies import make_policy
 from rollplane.router.router import Router, RouterSettings
@@ -110,7 +111,17 @@ def make_router(
     return Router(
         Fleet(settings=FleetSettings(initial=initial, stall_s=server.stall_s), record=record),
         policy=make_policy(about.router),
-        settings=RouterSettings(hold_limit_s=about.max_hold_s, max_attempts=about.max_attempts),
+        settings=RouterSettings(
+            hold_limit_s=about.max_hold_s,
+            max_attempts=about.max_attempts,
+            queue=QueueSettings(
+                max_running=about.max_running,
+                max_running_per_key=about.max_running_per_key,
+                max_waiting=about.max_waiting,
+                max_waiting_per_key=about.max_waiting_per_key,
+                shares=about.share,
+            ),
+        ),
         discovery=discovery,
         make_worker=ours,
     )

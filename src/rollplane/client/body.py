@@ -38,6 +38,7 @@ def make_body(
     stream: bool = False,
     group_id: str | None = None,
     session_id: str | None = None,
+    traffic_class: str | None = None,
     routed_experts: bool | None = None,
     sampling_mask: bool | None = None,
     policy_version: str | None = None,
@@ -75,6 +76,7 @@ def make_body(
         "rollplane": _given(
             group_id=group_id,
             session_id=session_id,
+            traffic_class=traffic_class,
             routed_experts=routed_experts,
             sampling_mask=sampling_mask,
             policy_version=policy_version,

@@ -13,6 +13,7 @@ class GenerateOptions(TypedDict, total=False):
     request_id: made up if absent; the answer has it.
     model: base model, alias or adapter name.
     group_id, session_id: keep the samples of one problem, the turns of one conversation, near their cache.
+    traffic_class: whose share of a full fleet this counts against: train (the default), eval or another name.
     routed_experts, sampling_mask: absent = what the server gives, True = required, False = left out.
     policy_version: exactly this version; min_policy_version: this one or a later one.
     cache_salt: separates prefix caches. priority: lower is earlier.
@@ -28,6 +29,7 @@ class GenerateOptions(TypedDict, total=False):
     model: str | None
     group_id: str | None
     session_id: str | None
+    traffic_class: str | None
     routed_experts: bool | None
     sampling_mask: bool | None
     policy_version: str | None

@@ -5,6 +5,7 @@ by its own type, and turns token ids into an int32 array without a Python object
 (vocabulary, context, abilities) is checked later, by `rollplane.admission`.
 """
 
+import hashlib
 import math
 import uuid
 from collections.abc import Mapping
@@ -46,6 +47,7 @@ class RequestOptions(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     policy_version: str | None = None
     group_id: str | None = None
     session_id: str | None = None
+    traffic_class: str | None = None
     deadline_s: float | None = None
     routed_experts: bool | None = None
     sampling_mask: bool | None = None
@@ -75,7 +77,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     `token_ids` int32 [prompt], the prompt exactly as sent. `features` items in prompt order, None without media.
     `extra`: top-level fields nobody here knows, for an engine that can take them. `body_digest`: hash of what was sent,
     to tell a repeated request from another one with the same id. `expects_*`: preconditions set by a router. `attach_only`:
-    join what runs or is kept under the idempotency key, begin nothing.
+    join what runs or is kept under the idempotency key, begin nothing. `caller`: tells keys apart, without naming them.
     """
 
     request_id: str
@@ -100,6 +102,7 @@ class GenerateRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     attempt: int = 1
     expects_policy_version: str | None = None
     attach_only: bool = False
+    caller: str | None = None
     adapter: str | None = None
     """Engine-side adapter name (`name@generation`), set by the worker that leased it."""
 
@@ -358,6 +361,7 @@ def parse_request(
         data_parallel_rank=_rank(headers.get("x-data-parallel-rank")),
         idempotency_key=_header_text(headers.get("idempotency-key"), name="Idempotency-Key"),
         traceparent=_traceparent(headers.get("traceparent")),
+        caller=_caller(headers.get("authorization")),
     )
 
 
@@ -371,6 +375,10 @@ def check_carried(request: GenerateRequest) -> None:
     check_sampling(request.sampling)
     if request.features is not None:
         check_items(request.features, prompt_tokens=request.prompt_tokens)
+
+
+def _caller(authorization: str | None) -> str | None:
+    return None if authorization is None else hashlib.sha256(authorization.encode()).hexdigest()[:16]
 
 
 def _extra(fields: _Body) -> dict[str, Any]:
@@ -471,7 +479,7 @@ def _options(fields: _Body, *, session: str | None, limits: RequestLimits) -> Re
                 param="rollplane.session_id",
             )
         options.session_id = session
-    for name in ("group_id", "session_id"):
+    for name in ("group_id", "session_id", "traffic_class"):
         _name(getattr(options, name), param=f"rollplane.{name}")
     deadline_s = options.deadline_s
     if deadline_s is not None and not (math.isfinite(deadline_s) and 0 < deadline_s <= limits.max_deadline_s):

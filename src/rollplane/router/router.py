@@ -30,6 +30,7 @@ from rollplane.rl.members import FleetWorker
 from rollplane.rl.remote import RemoteWorker
 from rollplane.router.cache_followers import CacheFollowers
 from rollplane.router.constraints import circuits, fitting
+from rollplane.router.fair_queue import FairQueue, QueueSettings, Waiter
 from rollplane.router.health import Circuit, CircuitSettings, is_fault, may_move
 from rollplane.router.held import abort_events
 from rollplane.router.key_homes import KeyHomes
@@ -47,12 +48,13 @@ RECHECK_S: Final = 1.0
 
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     """`hold_limit_s`: how long a request without a deadline waits while nobody can serve. `max_attempts`: workers tried
-    after faults. `circuit`: when a worker is left out.
+    after faults. `circuit`: when a worker is left out. `queue`: how much is let in at once.
     """
 
     hold_limit_s: float = 600.0
     max_attempts: int = 4
     circuit: CircuitSettings = msgspec.field(default_factory=CircuitSettings)
+    queue: QueueSettings = msgspec.field(default_factory=QueueSettings)
 
 
 class _Placement:
@@ -96,6 +98,7 @@ class Router:
         self.policy = policy or make_policy()
         self.settings = settings or RouterSettings()
         self.observed = Observed()
+        self.queue = FairQueue(self.settings.queue, clock=clock)
         self._keys = KeyHomes(clock=clock)
         self._caches = CacheFollowers(self.policy)
         self._workers: dict[str, RoutedWorker] = {}
@@ -232,10 +235,12 @@ class Router:
         await self._until_known(ends)
         check_request(request, self.info)
         placement = self._placed[request.request_id] = _Placement()
+        entered: Waiter | None = None
         attempt = request.attempt
         tried: list[RoutedWorker] = []
         refusals, faults = 0, 0
         try:
+            entered = await self.queue.enter(request, ends=ends, woken=placement.woken)
             while True:
                 worker = await self._choose(request, placement, ends=ends, avoid=tried)
                 if worker is None:
@@ -320,6 +325,8 @@ class Router:
                     raise error
                 attempt += 1
         finally:
+            if entered is not None:
+                self.queue.leave(entered)
             if self._placed.get(request.request_id) is placement:  # a repeat may have taken the id meanwhile
                 del self._placed[request.request_id]
 
@@ -408,7 +415,11 @@ class Router:
         if changes:
             options = msgspec.structs.replace(options, **changes)
         return msgspec.structs.replace(
-            request, options=options, attempt=attempt, expects_policy_version=self._expected(request, worker)
+            request,
+            options=options,
+            attempt=attempt,
+            expects_policy_version=self._expected(request, worker),
+            caller=None,  # of no use to a worker
         )
 
     def _expected(self, request: GenerateRequest, worker: RoutedWorker) -> str | None:
