@@ -588,6 +588,7 @@ def main() -> None:
     parser.add_argument("--verbose", action="store_true")
     parser.add_argument("--inside", action="store_true", help=argparse.SUPPRESS)
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that the processes end with this one
     stamina.instrumentation.set_on_retry_hooks([])
     if args.network == "auto":
         args.network = "namespaces" if can_unshare() else "none"

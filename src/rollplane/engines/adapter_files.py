@@ -32,7 +32,8 @@ def inspect_adapter(path: str, *, max_rank: int) -> AdapterFiles:
 
     Raises:
         NotFound: no such directory, or a file of it is not there (yet).
-        InvalidRequest: not LoRA, a rank over `max_rank`, tensors whose shapes contradict the rank.
+        InvalidRequest: not LoRA, a rank over `max_rank`, tensors whose shapes contradict the rank, target modules that no
+            tensor is of.
     """
     root = Path(path)
     for name in (CONFIG_NAME, WEIGHTS_NAME):
@@ -45,6 +46,8 @@ def inspect_adapter(path: str, *, max_rank: int) -> AdapterFiles:
     shapes = _shapes(root / WEIGHTS_NAME)
     _check_shapes(shapes, rank=config.r, has_pattern=bool(config.rank_pattern))
     modules = config.target_modules or []
+    if not isinstance(modules, str):
+        _check_targets(shapes, modules)
     return AdapterFiles(
         path=path,
         digest=_digest(root),
@@ -120,6 +123,19 @@ def _check_shapes(shapes: dict[str, list[int]], *, rank: int, has_pattern: bool)
         partner = name.replace(".lora_A.", ".lora_B.") if a_side else name.replace(".lora_B.", ".lora_A.")
         if partner not in shapes:
             raise InvalidRequest(f"{WEIGHTS_NAME}: {name} has no partner {partner}", param="lora_path")
+
+
+def _check_targets(shapes: dict[str, list[int]], modules: list[str]) -> None:
+    """A list that names none of the tensors' modules is of another model: engines would load it and change nothing."""
+    adapted = {name.rpartition(".lora_")[0] for name in shapes if ".lora_" in name}
+    if not modules or not adapted:
+        return
+    if not any(f".{module}".endswith(f".{target}") for module in adapted for target in modules):
+        raise InvalidRequest(
+            f"{CONFIG_NAME}: no tensor is of the target_modules {', '.join(sorted(modules)[:8])}; there is "
+            f"{', '.join(sorted(adapted)[:3])}",
+            param="lora_path",
+        )
 
 
 def _digest(root: Path) -> str:

@@ -260,6 +260,29 @@ def test_tensors_that_contradict_the_rank_are_refused_by_name(tmp_path: Path) ->
         inspect_adapter(write_adapter(tmp_path / "a", rank=2, declared=4), max_rank=8)
 
 
+@pytest.mark.parametrize(
+    ("targets", "refused"),
+    [
+        (["k_proj", "v_proj"], True),
+        (["proj"], True),
+        (["q_proj", "up_proj"], False),
+        ("all-linear", False),
+        ([], False),
+    ],
+)
+def test_a_list_of_target_modules_that_no_tensor_is_of_is_refused(
+    tmp_path: Path, targets: list[str] | str, refused: bool
+) -> None:
+    path = write_adapter(tmp_path / "a")
+    config = {"peft_type": "LORA", "r": 2, "target_modules": targets}
+    (Path(path) / "adapter_config.json").write_text(json.dumps(config))
+    if refused:
+        with pytest.raises(InvalidRequest, match=r"no tensor is of the target_modules .*; there is base_model"):
+            inspect_adapter(path, max_rank=8)
+    else:
+        assert inspect_adapter(path, max_rank=8).rank == 2
+
+
 def test_a_missing_file_is_not_found_so_that_callers_try_again(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match=r"adapter_config\.json"):
         inspect_adapter(str(tmp_path / "nowhere"), max_rank=8)
