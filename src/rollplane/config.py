@@ -116,6 +116,9 @@ class FrontendSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         dict[str, str],
         _about("A further model as NAME=URL,URL...: a fleet of its own; several may be given"),
     ] = {}
+    dynamo_rl_url: Annotated[
+        str | None, _about("Base URL of a Dynamo frontend's RL port: the workers are those that it lists")
+    ] = None
     worker_key_file: Annotated[str | None, _about("File whose first key is sent to the workers")] = None
     router: Annotated[str | None, _about("Routing policy: prefix_aware (the default), least_loaded or round_robin")] = (
         None

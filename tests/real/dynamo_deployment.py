@@ -45,6 +45,7 @@ def worker(
     arguments: Sequence[str] = (),
     engine: Sequence[str] = ("--engine", "mock", "--served-model-name", "roll", *MOCK),
     environment: Mapping[str, str] | None = None,
+    card: str = "qwen-vl",
 ) -> Iterator[processes.Server]:
     """One of our workers on Dynamo's runtime; ready means that the deployment has it."""
     python = processes.DYNAMO_ENV / "bin" / "python"
@@ -53,7 +54,7 @@ def worker(
     command = [str(python), "-m", "rollplane.cli.main", "worker", "--runtime", "dynamo", "--port", str(port), *engine]
     command += [
         "--model-card",
-        str(shared_model("qwen-vl")),
+        str(shared_model(card)),
         "--ready-file",
         str(ready),
         "--name",
@@ -64,6 +65,19 @@ def worker(
     with processes.running(command, log, environment=settings) as process:
         processes.wait_for_http(f"http://127.0.0.1:{port}/health", process, log, timeout_s=WAIT_S)
         until(ready.exists, log)
+        yield processes.Server(process.pid, port, log)
+
+
+@contextlib.contextmanager
+def sidecar(store: Path, log: Path, *, grpc_port: int) -> Iterator[processes.Server]:
+    """Dynamo's own vLLM worker that serves adapters too, in front of a gRPC engine. The HTTP port is its system port."""
+    python = processes.DYNAMO_ENV / "bin" / "python"
+    (port,) = processes.free_ports(1)
+    command = [str(python), "-m", "dynamo.vllm.sidecar", "--grpc-endpoint", f"127.0.0.1:{grpc_port}", "--enable-rl"]
+    command += ["--vllm-http-endpoint", "http://127.0.0.1:9"]
+    settings = processes.dynamo_settings(store) | {"DYN_SYSTEM_PORT": str(port), "DYN_LORA_ENABLED": "true"}
+    with processes.running(command, log, environment=settings) as process:
+        processes.wait_for_http(f"http://127.0.0.1:{port}/health", process, log, timeout_s=WAIT_S)
         yield processes.Server(process.pid, port, log)
 
 

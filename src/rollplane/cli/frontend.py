@@ -11,6 +11,7 @@ from starlette.types import ASGIApp
 
 from rollplane.config import FrontendSettings, ServerSettings, Settings, read_keys
 from rollplane.discovery.base import Discovery
+from rollplane.discovery.dynamo import DynamoDiscovery
 from rollplane.discovery.file import FileDiscovery
 from rollplane.discovery.static import StaticDiscovery
 from rollplane.engines.remote import worker_session
@@ -18,6 +19,7 @@ from rollplane.errors import InvalidRequest
 from rollplane.rl.control_record import RecordFile
 from rollplane.rl.fleet import Fleet, FleetSettings
 from rollplane.rl.fleet_update import Checkpoint
+from rollplane.rl.members import FleetWorker
 from rollplane.rl.remote import RemoteWorker
 from rollplane.router.fair_queue import QueueSettings
 from rollplane.router.models import Models
@@ -108,6 +110,9 @@ def make_router(
     def ours(url: str) -> RemoteWorker:
         return RemoteWorker(url, key=key, frontend="frontend", silent_s=about.silent_s, session=session)
 
+    def make_worker(url: str) -> FleetWorker:
+        return discovery.make_worker(url, ours=ours) if isinstance(discovery, DynamoDiscovery) else ours(url)
+
     return Router(
         Fleet(settings=FleetSettings(initial=initial, stall_s=server.stall_s), record=record),
         policy=make_policy(about.router),
@@ -123,7 +128,7 @@ def make_router(
             ),
         ),
         discovery=discovery,
-        make_worker=ours,
+        make_worker=make_worker,
     )
 
 
@@ -169,11 +174,13 @@ def discovery_of(about: FrontendSettings) -> Discovery:
     Raises:
         InvalidRequest: no source of workers, or two.
     """
-    if bool(about.workers) == bool(about.workers_file):
+    if sum(map(bool, (about.workers, about.workers_file, about.dynamo_rl_url))) != 1:
         raise InvalidRequest(
-            "a frontend needs its workers: set one of frontend.workers and frontend.workers_file",
+            "a frontend needs its workers: set one of frontend.workers, frontend.workers_file and frontend.dynamo_rl_url",
             param="frontend.workers",
         )
+    if about.dynamo_rl_url is not None:
+        return DynamoDiscovery(about.dynamo_rl_url)
     if about.workers_file is not None:
         return FileDiscovery(Path(about.workers_file))
     return StaticDiscovery(about.workers)
