@@ -6,7 +6,7 @@
 Every stack stands in front of one server: a mock that sends one token per message (`mock-per-token`), one that sends
 the whole answer at once (`mock-whole`), or vLLM's Rust server over a real engine with a tiny model. Rounds go through
 the stacks in turn; each figure is the median of its rounds. CPU is that of the stack's own processes, user and system,
-from /proc; neither the engine's nor this client's. `routes` and `masks` need an engine that has them: the mock engine
+as /proc counts it; neither the engine's nor this client's. `routes` and `masks` need an engine that has them: the mock engine
 inside the worker, with a mixture of 48 layers x 8 experts; vLLM's gRPC services carry neither, so Dynamo has no row.
 A row of `--json` has also the CPU of each process and the time that a client needs to read one answer.
 """

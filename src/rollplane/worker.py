@@ -146,7 +146,8 @@ class Worker:
         await self.engine.start()
         if isinstance(self.engine, WeightReceiver):
             self.policy = PolicyControl(self.engine, on_change=self._tell)
-            if isinstance(self.engine, BroadcastReceiver):
+            by_broadcast = set(self.engine.info.capabilities.weight_transfer) - {"disk"}
+            if isinstance(self.engine, BroadcastReceiver) and by_broadcast:
                 self.broadcast = BroadcastControl(self.engine, self.policy, info=self.engine.info, on_change=self._tell)
         capability = self.engine.info.capabilities.lora
         if capability is not None and isinstance(self.engine, AdapterHost):
@@ -200,8 +201,11 @@ class Worker:
         try:
             while True:
                 try:
-                    async with asyncio.timeout(None if ends is None else ends - time.monotonic()):
+                    if ends is None:
                         event = await anext(events)
+                    else:
+                        async with asyncio.timeout(ends - time.monotonic()):
+                            event = await anext(events)
                 except StopAsyncIteration:
                     return
                 except TimeoutError:

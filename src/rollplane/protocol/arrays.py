@@ -4,6 +4,7 @@ In msgpack an array is the map `{"dtype": str, "shape": [int, ...], "data": bin}
 numpy name (`int32`, `float32`, `uint8`, `uint16`, `bool`). No other dtype crosses a wire of ours.
 """
 
+import functools
 import math
 from typing import Any, Final, get_args
 
@@ -21,17 +22,25 @@ ExpertArray = np.ndarray[Any, Any]
 """Expert ids; uint8, uint16 or int32, the narrowest that holds the largest id."""
 
 WIRE_DTYPES = frozenset({"int32", "float32", "uint8", "uint16", "bool", "int64"})
+_DTYPES: Final = {name: np.dtype(name).newbyteorder("<") for name in sorted(WIRE_DTYPES)}
+_NAMES: Final = {dtype: name for name, dtype in _DTYPES.items()}
+"""numpy works a dtype's name out anew at every look."""
 
 INT32_MAX: Final = 2**31 - 1
 MAX_DIMENSIONS: Final = 8
+_ARRAY_KEYS: Final = frozenset({"dtype", "shape", "data"})
 
 
 def encode_array(array: npt.NDArray[Any]) -> dict[str, Any]:
     """The wire map of an array, over its own memory where it is C-contiguous (no copy here; msgspec copies once)."""
-    name = array.dtype.name
-    if name not in WIRE_DTYPES:
-        raise TypeError(f"an array of dtype {name} does not cross the wire; allowed: {sorted(WIRE_DTYPES)}")
-    data = np.ascontiguousarray(array, dtype=array.dtype.newbyteorder("<"))
+    name, data = _NAMES.get(array.dtype), array
+    if name is None:
+        name = array.dtype.name
+        if name not in WIRE_DTYPES:
+            raise TypeError(f"an array of dtype {name} does not cross the wire; allowed: {sorted(WIRE_DTYPES)}")
+        data = np.ascontiguousarray(array, dtype=_DTYPES[name])
+    elif not array.flags.c_contiguous:
+        data = np.ascontiguousarray(array)
     return {"dtype": name, "shape": list(array.shape), "data": data.reshape(-1).view(np.uint8).data}
 
 
@@ -41,7 +50,7 @@ def decode_array(obj: Any) -> npt.NDArray[Any]:
     Raises:
         ValueError: the map is incomplete, its dtype is not one of ours, or shape and data disagree; with the numbers.
     """
-    if not isinstance(obj, dict) or set(obj) != {"dtype", "shape", "data"}:
+    if not isinstance(obj, dict) or obj.keys() != _ARRAY_KEYS:
         raise ValueError("an array is a map of dtype, shape and data")
     name, shape, data = obj["dtype"], obj["shape"], obj["data"]
     if not isinstance(name, str) or name not in WIRE_DTYPES:
@@ -52,7 +61,7 @@ def decode_array(obj: Any) -> npt.NDArray[Any]:
         raise ValueError(f"array shape has {len(shape)} dimensions, the limit is {MAX_DIMENSIONS}")
     if not isinstance(data, (bytes, memoryview)):
         raise ValueError(f"array data is a {type(data).__name__}, not bytes")
-    dtype = np.dtype(name).newbyteorder("<")
+    dtype = _DTYPES[name]
     wanted = math.prod(shape) * dtype.itemsize
     if wanted != len(data):
         raise ValueError(f"array of shape {shape} and dtype {name} needs {wanted} bytes, got {len(data)}")
@@ -99,6 +108,7 @@ def dec_hook(kind: Any, obj: Any) -> Any:
     return array
 
 
+@functools.cache
 def _wanted_dtype(kind: Any) -> np.dtype[Any] | None:
     args = get_args(kind)
     inner = get_args(args[1]) if len(args) == 2 else ()

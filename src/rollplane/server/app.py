@@ -1,7 +1,8 @@
 """The HTTP app of a worker or a frontend: routes and middleware, all in one place.
 
 Requests pass, from the outside in: `ObserveMiddleware` (request id, unexpected errors), `AuthMiddleware` (access by the
-same route table), then the route. Both are pure ASGI, so streams and disconnects pass untouched.
+same route table), `DirectMiddleware` (a shorter way to the routes asked most), then the route. All are pure ASGI, so streams
+and disconnects pass untouched.
 """
 
 from collections.abc import Mapping
@@ -18,6 +19,7 @@ from rollplane.server.admin import engine_routes
 from rollplane.server.auth import AuthMiddleware
 from rollplane.server.broadcast import broadcast_routes
 from rollplane.server.compat import compat_routes
+from rollplane.server.direct import DirectMiddleware
 from rollplane.server.error_responses import error_response, on_http_exception, on_rollplane_error
 from rollplane.server.generate import generate
 from rollplane.server.health import health_routes
@@ -49,6 +51,7 @@ def create_app(service: Service) -> Starlette:
             Middleware(
                 AuthMiddleware, keys=service.keys, routes=routes, refuse=error_response, admin_port=service.admin_port
             ),
+            Middleware(DirectMiddleware, routes=routes, paths=(GENERATE_PATH, "/inference/v1/generate")),
         ],
         exception_handlers=_handlers(),
     )

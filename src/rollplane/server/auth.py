@@ -8,6 +8,7 @@ Without any key file the server is open and therefore bound to loopback; there i
 local browser could have made (a foreign Host or Origin).
 """
 
+import functools
 import hashlib
 import hmac
 import ipaddress
@@ -204,6 +205,7 @@ def check_binding(host: str, keys: KeyRing) -> None:
         )
 
 
+@functools.lru_cache(maxsize=256)
 def is_loopback(host: str) -> bool:
     """Whether a host name or address is this machine's own loopback."""
     if host.lower() == "localhost":
@@ -214,6 +216,7 @@ def is_loopback(host: str) -> bool:
         return False
 
 
+@functools.lru_cache(maxsize=256)
 def _host_of(url: str) -> str:
     """The host name in a URL; "" where there is none, or where it cannot be read (`//[::1`)."""
     try:

@@ -18,7 +18,7 @@ from rollplane.server.engine_calls import BIG_BODY_BYTES, BIG_NUMBERS, add_event
 from rollplane.server.error_responses import as_rollplane_error
 from rollplane.server.service import Service
 from rollplane.server.sse import EventStream
-from rollplane.server.watch import read_body, run_watched
+from rollplane.server.watch import read_body, run_unanswered
 
 EVENT_STREAM: Final = "text/event-stream"
 
@@ -51,7 +51,7 @@ async def generate(request: Request) -> ASGIApp:
         if stream:
             return EventStream(service, asked, plan, routes=routes, arrived=arrived)
         with service.one_in_flight():
-            answer = await run_watched(_answer(service, asked, plan, wanted=wanted, routes=routes), request.receive)
+            answer = await run_unanswered(_answer(service, asked, plan, wanted=wanted, routes=routes), request.receive)
     except Exception as error:
         found = as_rollplane_error(error)
         service.metrics.count_error(found, stream=stream)

@@ -20,7 +20,7 @@ from rollplane.protocol.request import MSGPACK, GenerateRequest
 from rollplane.server.engine_calls import BIG_BODY_BYTES, is_big, running, stream_answer
 from rollplane.server.error_responses import as_rollplane_error, error_response
 from rollplane.server.service import Service
-from rollplane.server.watch import read_body, run_watched
+from rollplane.server.watch import read_body, run_unanswered
 
 WIRE_BYTES: Final = str(WIRE_VERSION).encode()
 
@@ -43,7 +43,7 @@ async def hop_generate(request: Request) -> ASGIApp:
         if stream:
             return FrameStream(service, asked, arrived=arrived)
         with service.one_in_flight():
-            frame = await run_watched(_one_frame(service, asked), request.receive)
+            frame = await run_unanswered(_one_frame(service, asked), request.receive)
     except Exception as error:
         found = as_rollplane_error(error)
         service.metrics.count_error(found, stream=stream)

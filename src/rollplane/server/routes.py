@@ -37,6 +37,7 @@ class ApiRoute(Route):
 
     def __init__(self, path: str, handler: Handler, *, methods: Sequence[str], access: Access, doc: Doc) -> None:
         super().__init__(path, handler, methods=list(methods))
+        self.handler = handler
         self.access = access
         self.doc = doc
 

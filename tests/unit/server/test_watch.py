@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from rollplane.errors import Cancelled, InvalidRequest, PayloadTooLarge, Unavailable, UnsupportedMedia
-from rollplane.server.watch import read_body, run_watched
+from rollplane.server.watch import read_body, run_unanswered, run_watched
 
 Messages = list[dict[str, Any]]
 
@@ -69,19 +69,25 @@ async def test_a_body_that_never_ends_is_given_up() -> None:
         await read([part(b"x")], timeout_s=0.01)
 
 
-async def test_watched_work_gives_its_result_and_its_error() -> None:
+Run = Callable[..., Awaitable[Any]]
+EITHER = pytest.mark.parametrize("run", [run_watched, run_unanswered])
+
+
+@EITHER
+async def test_watched_work_gives_its_result_and_its_error(run: Run) -> None:
     async def good() -> int:
         return 7
 
     async def bad() -> int:
         raise InvalidRequest("no")
 
-    assert await run_watched(good(), receiver([])) == 7
+    assert await run(good(), receiver([])) == 7
     with pytest.raises(InvalidRequest):
-        await run_watched(bad(), receiver([]))
+        await run(bad(), receiver([]))
 
 
-async def test_hanging_up_cancels_the_work_and_waits_for_its_clean_up() -> None:
+@EITHER
+async def test_hanging_up_cancels_the_work_and_waits_for_its_clean_up(run: Run) -> None:
     cleaned = []
 
     async def work() -> None:
@@ -92,11 +98,12 @@ async def test_hanging_up_cancels_the_work_and_waits_for_its_clean_up() -> None:
             cleaned.append(True)
 
     with pytest.raises(Cancelled):
-        await run_watched(work(), receiver([HANG_UP]))
+        await run(work(), receiver([HANG_UP]))
     assert cleaned == [True]
 
 
-async def test_cancelling_the_watcher_cancels_the_work() -> None:
+@EITHER
+async def test_cancelling_the_watcher_cancels_the_work(run: Run) -> None:
     started, cleaned = asyncio.Event(), []
 
     async def work() -> None:
@@ -106,9 +113,20 @@ async def test_cancelling_the_watcher_cancels_the_work() -> None:
         finally:
             cleaned.append(True)
 
-    watcher = asyncio.create_task(run_watched(work(), receiver([])))
+    watcher = asyncio.create_task(run(work(), receiver([])))
     await started.wait()
     watcher.cancel()
     with pytest.raises(asyncio.CancelledError):
         await watcher
     assert cleaned == [True]
+
+
+async def test_an_error_of_the_clean_up_is_not_the_callers_who_is_gone() -> None:
+    async def work() -> None:
+        try:
+            await asyncio.Event().wait()
+        finally:
+            raise InvalidRequest("too late")
+
+    with pytest.raises(Cancelled):
+        await run_unanswered(work(), receiver([HANG_UP]))
