@@ -1,7 +1,7 @@
 # One name for every common task. `make` alone lists them.
 BIN := .venv/bin
 .DEFAULT_GOAL := help
-.PHONY: help setup demo test lint types ci full docs proto vllm-env
+.PHONY: help setup demo prove test lint types ci full docs proto vllm-env
 
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
@@ -12,6 +12,9 @@ setup: ## Make .venv and install Rollplane with the embedded engine, gRPC and th
 
 demo: ## Train a tiny policy with GRPO through the whole stack, on one CPU
 	$(BIN)/python -m rollplane.demo
+
+prove: ## Show that RL runs end to end: weights by broadcast, adapters, routed replay (vLLM where make vllm-env made it)
+	$(BIN)/rollplane prove --json runs/proof.json
 
 test: ## Run the tests that need no other environment (unit, contract, e2e)
 	$(BIN)/pytest

@@ -3,6 +3,7 @@
 import importlib.util
 import shutil
 import signal
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from types import FrameType
@@ -15,9 +16,10 @@ from rich.table import Table
 
 from rollplane.errors import InvalidRequest, RollplaneError
 from rollplane.prove.record import Run
+from rollplane.prove.worker import EngineName
 
-RunName = Literal["dense", "lora", "moe"]
-NAMES: Final[tuple[RunName, ...]] = ("dense", "lora", "moe")
+RunName = Literal["dense", "lora", "image", "moe"]
+NAMES: Final[tuple[RunName, ...]] = ("dense", "lora", "image", "moe")
 EngineChoice = Literal["auto", "embedded", "vllm"]
 MARK: Final = ".rollplane-proof"
 
@@ -27,19 +29,30 @@ def prove(
     out: Annotated[
         Path, typer.Option(help="Directory for rollouts, checkpoints and logs; an earlier proof there goes.")
     ] = Path("runs/proof"),
-    run: Annotated[list[str] | None, typer.Option(help="Only this run (dense, lora, moe); may be given again.")] = None,
+    run: Annotated[
+        list[str] | None, typer.Option(help="Only this run (dense, lora, image, moe); may be given again.")
+    ] = None,
     engine: Annotated[
         EngineChoice, typer.Option(help="Of the dense and LoRA runs; auto: vLLM where it is installed, else embedded.")
     ] = "auto",
+    vllm_python: Annotated[
+        Path | None,
+        typer.Option(help="Interpreter that has vLLM; this one if it has, else .venv-vllm/bin/python where that is."),
+    ] = None,
     dtype: Annotated[
         Literal["bfloat16", "float32"], typer.Option(help="What that engine computes in; the trainer is float32.")
     ] = "bfloat16",
+    vllm_env: Annotated[Path, typer.Option(help="Of the image run: an environment with vLLM.")] = Path(".venv-vllm"),
+    vllm_rs: Annotated[Path, typer.Option(help="Of the image run: the binary of vLLM's Rust server.")] = Path(
+        ".cache/vllm-rs/vllm-rs-0.31.0"
+    ),
     seed: Annotated[int, typer.Option(min=0, help="Of the models, the prompts and the sampling.")] = 0,
 ) -> None:
     """Show on this machine that RL runs end to end: every step of every run passes, with its mismatch KL.
 
     dense: three optimizer steps, weights by broadcast from memory. lora: three steps, adapters from disk, flipped while requests
-    run. moe: GRPO with routed experts and sampling masks replayed, one update in flight, and the routing stress.
+    run. image: three steps on features that vLLM rendered, over its Rust server (left out where that is not there and the run was
+    not named). moe: GRPO with routed experts and sampling masks replayed, one update in flight, and the routing stress.
     Exits with 1 where a step failed.
     """
     console = Console()
@@ -47,8 +60,12 @@ def prove(
     signal.signal(signal.SIGTERM, _interrupt)  # so that `with` blocks end the workers on a plain kill, too
     try:
         chosen = chosen_runs(run)
+        if not run and not image_is_possible(vllm_env=vllm_env, vllm_rs=vllm_rs):
+            chosen.remove("image")
+            console.print("image: left out, vLLM's Rust server is not here (`make vllm-env`)", style="yellow")
         place = prepare(out.resolve(), chosen)
-        runs = prove_all(chosen, place, engine=engine_of(engine), dtype=dtype, seed=seed, console=console)
+        named, python = engine_of(engine, vllm_python)
+        runs = prove_all(chosen, place, engine=named, python=python, dtype=dtype, seed=seed, console=console)
     except RollplaneError as error:
         console.print(f"proof failed: {error.message}", style="red", markup=False)
         raise typer.Exit(1) from error
@@ -68,21 +85,32 @@ def prove(
 
 
 def prove_all(
-    names: list[RunName], place: Path, *, engine: Literal["embedded", "vllm"], dtype: str, seed: int, console: Console
+    names: list[RunName],
+    place: Path,
+    *,
+    engine: EngineName,
+    python: str,
+    dtype: str,
+    seed: int,
+    console: Console,
 ) -> list[Run]:
     """The runs in order; one that breaks off is a failed run, and the next ones still run."""
     import torch
     import transformers
 
-    from rollplane.prove.moe import run_moe
     from rollplane.prove.runs import run_adapters, run_dense
+
+    def moe(path: Path) -> Run:
+        from rollplane.prove.moe import run_moe  # its report draws plots; the others do without that library
+
+        return run_moe(path, seed=seed, console=console)
 
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
     work: dict[RunName, Callable[[Path], Run]] = {
-        "dense": lambda path: run_dense(path, engine=engine, dtype=dtype, seed=seed),
-        "lora": lambda path: run_adapters(path, engine=engine, dtype=dtype, seed=seed),
-        "moe": lambda path: run_moe(path, seed=seed, console=console),
+        "dense": lambda path: run_dense(path, engine=engine, python=python, dtype=dtype, seed=seed),
+        "lora": lambda path: run_adapters(path, engine=engine, python=python, dtype=dtype, seed=seed),
+        "moe": moe,
     }
     found = []
     for name in names:
@@ -92,6 +120,17 @@ def prove_all(
         except RollplaneError as error:
             found.append(Run(name=name, engine=engine, dtype=dtype, failures=[error.message]))
     return found
+
+
+def _images(path: Path, *, vllm_env: Path, vllm_rs: Path, seed: int) -> Run:
+    from rollplane.prove.image import run_images
+
+    return run_images(path, vllm_env=vllm_env, vllm_rs=vllm_rs, seed=seed)
+
+
+def image_is_possible(*, vllm_env: Path, vllm_rs: Path) -> bool:
+    """Whether vLLM's environment and its Rust server are there."""
+    return (vllm_env / "bin" / "vllm").exists() and vllm_rs.exists()
 
 
 def chosen_runs(given: list[str] | None) -> list[RunName]:
@@ -106,11 +145,26 @@ def chosen_runs(given: list[str] | None) -> list[RunName]:
     return [name for name in NAMES if not given or name in given]
 
 
-def engine_of(choice: EngineChoice) -> Literal["embedded", "vllm"]:
-    """The engine that a choice means here."""
-    if choice == "auto":
-        return "vllm" if importlib.util.find_spec("vllm") is not None else "embedded"
-    return choice
+def engine_of(choice: EngineChoice, vllm_python: Path | None) -> tuple[EngineName, str]:
+    """The engine that a choice means here, and the interpreter that runs it.
+
+    Raises:
+        InvalidRequest: vLLM was asked for, and no interpreter here has it.
+    """
+    beside = Path(".venv-vllm/bin/python")
+    if vllm_python is not None:
+        python = str(vllm_python.absolute())
+    elif importlib.util.find_spec("vllm") is not None:
+        python = sys.executable
+    else:
+        python = str(beside.absolute()) if beside.exists() else ""
+    if choice == "embedded" or (choice == "auto" and not python):
+        return "embedded", sys.executable
+    if not python:
+        raise InvalidRequest(
+            "vLLM is not installed here; name an interpreter that has it by --vllm-python", param="engine"
+        )
+    return "vllm", python
 
 
 def prepare(out: Path, names: list[RunName]) -> Path:

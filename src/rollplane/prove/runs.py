@@ -37,7 +37,7 @@ ADAPTER = "policy"
 ADAPTER_LEARNING_RATE = 2e-2
 
 
-def run_dense(out: Path, *, engine: EngineName, dtype: str, seed: int) -> Run:
+def run_dense(out: Path, *, engine: EngineName, python: str, dtype: str, seed: int) -> Run:
     """Three optimizer steps, each policy sent from the trainer's memory; v0 to v3.
 
     Raises:
@@ -65,12 +65,13 @@ def run_dense(out: Path, *, engine: EngineName, dtype: str, seed: int) -> Run:
                     train(model, optimizer, rollouts)
                     save_policy(model, checkpoints / f"v{step + 1}")
 
-    with OneWorker(checkpoints / "v0", engine=engine, dtype=dtype, root=out, log=out / "worker.log") as worker:
+    log = out / "worker.log"
+    with OneWorker(checkpoints / "v0", engine=engine, dtype=dtype, root=out, log=log, python=python) as worker:
         asyncio.run(learn(worker.base_url))
     return run
 
 
-def run_adapters(out: Path, *, engine: EngineName, dtype: str, seed: int) -> Run:
+def run_adapters(out: Path, *, engine: EngineName, python: str, dtype: str, seed: int) -> Run:
     """Three optimizer steps on an adapter; each saved once, loaded under one name, flipped while a long request runs, drained.
 
     Raises:
@@ -121,7 +122,8 @@ def run_adapters(out: Path, *, engine: EngineName, dtype: str, seed: int) -> Run
             if len(left) != 1:
                 run.failures.append(f"after the last swap {left} are left, not one generation")
 
-    with OneWorker(base, engine=engine, dtype=dtype, root=out, log=out / "worker.log", adapters=True) as worker:
+    log = out / "worker.log"
+    with OneWorker(base, engine=engine, dtype=dtype, root=out, log=log, adapters=True, python=python) as worker:
         asyncio.run(learn(worker.base_url))
     return run
 

@@ -20,16 +20,28 @@ class OneWorker(Fleet):
         dtype: of the engine's weights.
         root: directory that adapters may come from.
         adapters: whether adapters are served.
+        context_tokens: of the longest sequence.
+        python: the interpreter that runs it: vLLM may live in an environment of its own.
         log: file for what the process prints.
     """
 
     def __init__(
-        self, model: Path, *, engine: EngineName, dtype: str, root: Path, log: Path, adapters: bool = False
+        self,
+        model: Path,
+        *,
+        engine: EngineName,
+        dtype: str,
+        root: Path,
+        log: Path,
+        adapters: bool = False,
+        context_tokens: int = CONTEXT_TOKENS,
+        python: str = sys.executable,
     ) -> None:
-        super().__init__(model, workers=1, dtype=dtype, slots=64, max_model_len=CONTEXT_TOKENS, log=log)
+        super().__init__(model, workers=1, dtype=dtype, slots=64, max_model_len=context_tokens, log=log)
         self.engine = engine
         self.root = root
         self.adapters = adapters
+        self.python = python
 
     def __repr__(self) -> str:
         return f"<OneWorker {self.engine} {self.model.name}>"
@@ -56,4 +68,4 @@ class OneWorker(Fleet):
             own = ["--", *VLLM_ARGUMENTS, *(lora if self.adapters else [])]
         else:
             words += ["--engine-option", "threads=1"]
-        return [sys.executable, "-m", "rollplane.cli.main", "worker", "--stop-with-stdin", *words, *own]
+        return [self.python, "-m", "rollplane.cli.main", "worker", "--stop-with-stdin", *words, *own]
