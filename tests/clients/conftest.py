@@ -3,14 +3,16 @@
 The servers run from `.venv`, as processes: this environment has no Rollplane in it.
 """
 
+import contextlib
 import json
 import os
+import shutil
 import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from tests.real.processes import ROOT, running, wait_for_http
+from tests.real.processes import ROOT, VLLM_SETTINGS, running, wait_for_http
 
 PYTHON = ROOT / ".venv" / "bin" / "python"
 TOOL_TOKENS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "</think>"]
@@ -41,29 +43,42 @@ def moe_model() -> Path:
     return model_directory("qwen3-moe", layers=2)
 
 
-@pytest.fixture(scope="session")
-def server(moe_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    """The base URL of a worker over the embedded engine: routed experts, masks, weights and adapters from disk."""
-    place = tmp_path_factory.mktemp("server")
+@contextlib.contextmanager
+def worker(place: Path, *options: str, python: Path = PYTHON) -> Iterator[str]:
+    """The base URL of a `rollplane worker` with these options."""
     ready, log = place / "ready.json", place / "worker.log"
-    command = [str(PYTHON), "-m", "rollplane.cli.main", "worker", "--engine", "embedded", "--model", str(moe_model)]
-    command += ["--served-model-name", MODEL, "--max-model-len", "1024", "--max-num-seqs", "8", "--port", "0"]
-    command += ["--ready-file", str(ready), "--engine-option", "threads=1", "--log-level", "warning"]
-    with running(command, log, environment={"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}) as process:
+    command = [str(python), "-m", "rollplane.cli.main", "worker", "--served-model-name", MODEL, "--port", "0"]
+    command += ["--ready-file", str(ready), "--log-level", "warning", *options]
+    with running(command, log, environment={**VLLM_SETTINGS, "OMP_NUM_THREADS": "1"}) as process:
         while not ready.exists():
             assert process.poll_s(0.1) is None, log.read_text()
-        url = json.loads(ready.read_text())["url"]
+        url: str = json.loads(ready.read_text())["url"]
         wait_for_http(f"{url}/health", process, log, timeout_s=PATIENCE_S)
+        yield url
+
+
+@pytest.fixture(scope="session")
+def server(moe_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    """A worker over the embedded engine: routed experts, masks, weights and adapters from disk."""
+    options = ["--engine", "embedded", "--model", str(moe_model), "--max-model-len", "1024", "--max-num-seqs", "8"]
+    with worker(tmp_path_factory.mktemp("server"), *options, "--engine-option", "threads=1") as url:
         yield url
 
 
 @pytest.fixture(scope="session")
 def tool_tokenizer(moe_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The model's tokenizer with the tokens that typed Qwen3 renderers look for: ids that prompts without tools never have."""
+    return with_tool_tokens(moe_model, tmp_path_factory.mktemp("tokenizer"))
+
+
+def with_tool_tokens(model: Path, out: Path) -> Path:
+    """The tokenizer of a model with `TOOL_TOKENS`, and its image processor's settings if it has some."""
     from transformers import AutoTokenizer
 
-    tokenizer = AutoTokenizer.from_pretrained(str(moe_model))
+    tokenizer = AutoTokenizer.from_pretrained(str(model))
     tokenizer.add_special_tokens({"additional_special_tokens": TOOL_TOKENS})
-    out = tmp_path_factory.mktemp("tokenizer")
     tokenizer.save_pretrained(str(out))
+    for name in ("preprocessor_config.json", "video_preprocessor_config.json", "config.json"):
+        if (model / name).is_file():
+            shutil.copy(model / name, out)
     return out

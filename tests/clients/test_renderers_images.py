@@ -1,0 +1,61 @@
+"""PyPI `renderers` with images against vLLM in process: as features that it made itself, and as content parts."""
+
+import json
+import os
+import subprocess
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from tests.clients.conftest import model_directory, with_tool_tokens, worker
+from tests.real.processes import ROOT, VLLM_ENV, VLLM_SETTINGS
+
+PYTHON = VLLM_ENV / "bin" / "python"
+SITE = ROOT / ".venv-clients" / "lib"
+
+
+@pytest.fixture(scope="module")
+def vision_model() -> Path:
+    return model_directory("qwen-vl")
+
+
+@pytest.fixture(scope="module")
+def vision_server(vision_model: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    assert PYTHON.exists(), "run scripts/make_vllm_env.sh"
+    options = ["--engine", "vllm", "--model", str(vision_model), "--dtype", "float32", "--max-model-len", "2048"]
+    own = ["--enforce-eager", "--limit-mm-per-prompt", '{"image": 4}', "--mm-processor-cache-gb", "0.1"]
+    with worker(tmp_path_factory.mktemp("vision"), *options, "--", *own, python=PYTHON) as url:
+        yield url
+
+
+@pytest.fixture(scope="module")
+def answers(vision_server: str, vision_model: Path, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    tokenizer = with_tool_tokens(vision_model, tmp_path_factory.mktemp("tokenizer"))
+    # Behind vLLM's own packages, not before them: only what that environment lacks comes from here.
+    clients = next(SITE.glob("python3*")) / "site-packages"
+    run = "import runpy, sys; sys.path.append(sys.argv.pop(1)); sys.argv.pop(0); runpy.run_path(sys.argv[0])"
+    script = Path(__file__).with_name("image_client.py")
+    done = subprocess.run(
+        [PYTHON, "-c", run, str(clients), str(script), vision_server, str(tokenizer)],
+        env={**os.environ, **VLLM_SETTINGS},
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_both_ways_give_one_answer(answers: dict[str, Any]) -> None:
+    for colour in ("red", "blue"):
+        features, parts = answers[f"{colour} features"], answers[f"{colour} content_parts"]
+        assert features["ids"] == parts["ids"]
+        assert features["prompt"] == parts["prompt"]
+        assert features["logprobs"] == pytest.approx(parts["logprobs"], abs=1e-3)
+
+
+def test_the_image_is_seen(answers: dict[str, Any]) -> None:
+    assert answers["red features"]["logprobs"] != pytest.approx(answers["blue features"]["logprobs"], abs=1e-3)
