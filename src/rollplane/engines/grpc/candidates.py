@@ -20,6 +20,8 @@ Positions = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
 MAX_FAST_ROW_BYTES: Final = 64 * 19  # beyond, walking along the rows costs more than reading them one by one
+FEW_BYTES: Final = 48 * 14
+"""Rows of so few bytes in all, such as the one of a stream's message, are read one by one: arrays have a price of their own."""
 _PADDING: Final = bytes(8)  # so that looking at a field never looks past the end
 _VARINT_BYTES: Final = 5
 _FLOAT_BYTES: Final = np.arange(1, 5)
@@ -42,6 +44,8 @@ def read_candidates(rows: Sequence[bytes]) -> Candidates:
         EngineProtocolError: a row that is none, or an id that does not fit int32.
     """
     rows = list(rows)  # every walk along protobuf's own list makes all of its bytes again
+    if len(rows) <= FEW_BYTES and sum(map(len, rows)) <= FEW_BYTES:
+        return _read_one_by_one(rows)
     lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
     if lengths.size and int(lengths.max()) > MAX_FAST_ROW_BYTES:
         return _read_one_by_one(rows)

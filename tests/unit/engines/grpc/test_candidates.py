@@ -63,6 +63,20 @@ def test_any_rows_are_read_alike_at_once_and_one_by_one(monkeypatch: pytest.Monk
         np.testing.assert_array_equal(first, second)
 
 
+MANY = 100
+"""Rows that are too many to be read one by one from the start."""
+
+
+def test_few_rows_are_read_like_many() -> None:
+    tokens = [[(7, -0.5, 1), (9, -1.5, 2)], [], [(2**31 - 1, 0.0, 0)]]
+    few, many = read_candidates(rows_of(tokens)), read_candidates(rows_of(tokens * MANY))
+
+    assert few.ids.tolist() * MANY == many.ids.tolist()
+    assert few.values.tolist() * MANY == many.values.tolist()
+    assert few.ranks.tolist() * MANY == many.ranks.tolist()
+    assert np.diff(few.offsets).tolist() * MANY == np.diff(many.offsets).tolist()
+
+
 def test_a_row_of_a_whole_vocabulary_is_read() -> None:
     tokens = [[(i, -i / 7, i + 1) for i in range(3000)], [(4, -1.0, 1)]]
 
@@ -70,19 +84,24 @@ def test_a_row_of_a_whole_vocabulary_is_read() -> None:
     assert_read(tokens)
 
 
-def test_another_order_of_fields_and_unknown_ones_are_read_too() -> None:
+@pytest.mark.parametrize("others", [1, MANY])
+def test_another_order_of_fields_and_unknown_ones_are_read_too(others: int) -> None:
     token = bytes([0x18, 3, 0x08, 7, 0x20, 1])  # the rank first, and a field 4 that nobody knows
-    found = read_candidates([bytes([0x0A, len(token)]) + token, *rows_of([[(9, -1.0, 2)]])])
+    found = read_candidates([bytes([0x0A, len(token)]) + token, *rows_of([[(9, -1.0, 2)]] * others)])
 
-    assert (found.ids.tolist(), found.ranks.tolist(), found.offsets.tolist()) == ([7, 9], [3, 2], [0, 1, 2])
+    assert (found.ids.tolist(), found.ranks.tolist()) == ([7] + [9] * others, [3] + [2] * others)
+    assert found.offsets.tolist() == list(range(others + 2))
 
 
 @pytest.mark.parametrize("row", [b"\x0a", b"\x0a\x05\x08\x01", b"\x0a\x02\x08\xff", b"\xff", b"\x0a\x03\x15\x00\x00"])
-def test_a_row_that_is_none_is_a_breach(row: bytes) -> None:
+@pytest.mark.parametrize("others", [1, MANY])
+def test_a_row_that_is_none_is_a_breach(row: bytes, others: int) -> None:
     with pytest.raises(EngineProtocolError, match="cannot be read"):
-        read_candidates([*rows_of([[(1, -1.0, 1)]]), row])
+        read_candidates([*rows_of([[(1, -1.0, 1)]] * others), row])
 
 
 def test_an_id_that_does_not_fit_is_a_breach() -> None:
     with pytest.raises(EngineProtocolError, match="4294967295"):
         read_candidates(rows_of([[(2**32 - 1, -1.0, 1)]]))
+    with pytest.raises(EngineProtocolError, match="4294967295"):
+        read_candidates(rows_of([[(2**32 - 1, -1.0, 1)]] * MANY))
