@@ -24,6 +24,7 @@ else
     pip_install --no-deps "ai-dynamo-runtime==$dynamo_version" "ai-dynamo==$dynamo_version"
     pip_install uvloop "aiohttp>=3.14.3" msgspec prometheus-client pyzmq redis tqdm transformers zstandard \
         "kubernetes<33" "pydantic<=2.13.5"
+    pip_install kubernetes-validate  # for the files in deploy/kubernetes
     "$env_python" -c 'import dynamo.llm, dynamo.runtime'
     "$env_python" -m dynamo.frontend --help >/dev/null
     "$env_python" -m dynamo.vllm.sidecar --help >/dev/null
