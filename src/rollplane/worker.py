@@ -404,10 +404,11 @@ class Worker:
         version: str,
         mode: PauseMode = "keep",
         clear_cache: bool = False,
+        on_failure: OnFailure = "rollback",
         expected_digest: str | None = None,
         operation: Operation | None = None,
     ) -> UpdateReport:
-        """See `BroadcastControl.update`."""
+        """See `BroadcastControl.update`. One worker needs no roll-back: a refused update leaves it as it was."""
         self._check_epoch(operation)
         with self._cache_in_doubt():
             return await self._broadcast().update(

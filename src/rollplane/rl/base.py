@@ -119,6 +119,7 @@ class BroadcastAdmin(Protocol):
         version: str,
         mode: PauseMode = "keep",
         clear_cache: bool = False,
+        on_failure: OnFailure = "rollback",
         expected_digest: str | None = None,
         operation: Operation | None = None,
     ) -> UpdateReport:

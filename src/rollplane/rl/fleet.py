@@ -23,12 +23,15 @@ from rollplane.protocol.admin import (
     PauseMode,
     PauseReport,
     ResumeReport,
+    StagedWeights,
     UpdateReport,
     WorkerRecord,
 )
+from rollplane.protocol.broadcast import GroupReport, Manifest, TransferGroup
 from rollplane.protocol.versions import check_version_name
 from rollplane.rl.base import OnFailure, Operation
 from rollplane.rl.control_record import RecordFile
+from rollplane.rl.fleet_broadcast import FleetGroup
 from rollplane.rl.fleet_records import record_of
 from rollplane.rl.fleet_update import SETTLE_S, Checkpoint, FleetUpdate, every
 from rollplane.rl.members import Member
@@ -58,6 +61,7 @@ class Fleet(Roster):
     ) -> None:
         super().__init__(settings=settings, epoch=epoch, record=record)
         self._operations = Operations()
+        self.weight_group = FleetGroup()
         self._failures: OrderedDict[str, str] = OrderedDict()
 
     def __repr__(self) -> str:
@@ -163,6 +167,105 @@ class Fleet(Roster):
 
         arguments = ("update", path, name, mode, clear_cache, on_failure, expected_digest)
         return await self._run(named, arguments, work, what="policy update of the fleet")
+
+    # -- BroadcastAdmin --------------------------------------------------------------------------------------------
+
+    async def init_weights_group(self, group: TransferGroup, *, operation: Operation | None = None) -> GroupReport:
+        """Let every worker that can be reached join a trainer's group; see `FleetGroup.init`."""
+        named = operation or Operation()
+        self._check_epoch(named)
+        inner = self._inner(named)
+
+        async def work() -> GroupReport:
+            return await self.weight_group.init(group, self._reached(), operation=inner)
+
+        return await self._run(named, ("init group", group), work, what="joining of a weight group")
+
+    async def stage_broadcast(self, manifest: Manifest, *, operation: Operation | None = None) -> StagedWeights:
+        """Let every worker receive, and keep it beside the models; see `FleetGroup.receive`."""
+        named = operation or Operation()
+        self._check_epoch(named)
+        inner = self._inner(named)
+
+        async def work() -> StagedWeights:
+            return await self.weight_group.receive(manifest, operation=inner)
+
+        return await self._run(named, ("stage broadcast", manifest), work, what="receiving of weights")
+
+    async def apply_staged(
+        self,
+        digest: str,
+        *,
+        version: str,
+        mode: PauseMode = "keep",
+        clear_cache: bool = False,
+        on_failure: OnFailure = "rollback",
+        operation: Operation | None = None,
+    ) -> UpdateReport:
+        """Put what all workers have received in place on all of them, as one policy update."""
+        check_version_name(version, param="weight_version")
+        named = operation or Operation()
+        self._check_epoch(named)
+        inner = self._inner(named)
+
+        async def work() -> UpdateReport:
+            async with self._lock:
+                return await self._update(
+                    Checkpoint(path=None, version=version, digest=digest),
+                    mode=mode,
+                    clear_cache=clear_cache,
+                    on_failure=on_failure,
+                    operation=inner,
+                )
+
+        arguments = ("apply", digest, version, mode, clear_cache, on_failure)
+        return await self._run(named, arguments, work, what="policy update of the fleet")
+
+    async def update_from_broadcast(
+        self,
+        manifest: Manifest,
+        *,
+        version: str,
+        mode: PauseMode = "keep",
+        clear_cache: bool = False,
+        on_failure: OnFailure = "rollback",
+        expected_digest: str | None = None,
+        operation: Operation | None = None,
+    ) -> UpdateReport:
+        """Let all workers receive while tokens are made, then update all of them or none.
+
+        Raises:
+            Conflict: no group, other bytes than expected, or a serving worker that is not in the group; nothing changed.
+            EngineFailed: not all workers have it; `details` say who has what.
+        """
+        check_version_name(version, param="weight_version")
+        named = operation or Operation()
+        self._check_epoch(named)
+        inner = self._inner(named)
+
+        async def work() -> UpdateReport:
+            staged = await self.weight_group.receive(manifest, operation=inner)
+            if expected_digest is not None and staged.digest != expected_digest:
+                raise Conflict(
+                    f"the weights' digest is {staged.digest[:16]}..., expected {expected_digest[:16]}...",
+                    param="expected_digest",
+                    details={"digest": staged.digest},
+                )
+            async with self._lock:
+                return await self._update(
+                    Checkpoint(path=None, version=version, digest=staged.digest),
+                    mode=mode,
+                    clear_cache=clear_cache,
+                    on_failure=on_failure,
+                    operation=inner,
+                )
+
+        arguments = ("broadcast", manifest, version, mode, clear_cache, on_failure, expected_digest)
+        return await self._run(named, arguments, work, what="policy update of the fleet by broadcast")
+
+    async def destroy_weights_group(self, *, operation: Operation | None = None) -> GroupReport:
+        """Let every worker leave the group."""
+        return await self.weight_group.destroy()
 
     async def policy_version(self) -> str:
         """The version of all workers that take requests.
@@ -298,15 +401,18 @@ class Fleet(Roster):
         began = time.monotonic()
         members = self._reached()
         previous_version = self.version or "unknown"
-        update = FleetUpdate(
-            members,
-            target=target,
-            previous=self.checkpoint or self.settings.initial,
-            mode=mode,
-            clear_cache=clear_cache,
-            on_failure=on_failure,
-            operation=operation,
-        )
+        settings = {
+            "target": target,
+            "previous": self.checkpoint or self.settings.initial,
+            "mode": mode,
+            "clear_cache": clear_cache,
+            "on_failure": on_failure,
+            "operation": operation,
+        }
+        if target.path is None and target.digest is not None:
+            update: FleetUpdate = self.weight_group.update(target.digest, members, **settings)
+        else:
+            update = FleetUpdate(members, **settings)  # type: ignore[arg-type]
         staged = await update.stage()
         if target.digest is not None and staged.digest != target.digest:
             raise Conflict(

@@ -24,9 +24,9 @@ Outcome = Literal["committed", "fenced", "rolled_back", "refused"]
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Weights that can be put in place again. `digest` None: never verified yet."""
+    """Weights of a policy. `digest` None: never verified yet. `path` None: they came by broadcast and are on no disk."""
 
-    path: str
+    path: str | None
     version: str
     digest: str | None = None
 
@@ -85,9 +85,10 @@ class FleetUpdate:
             CallerError, RollplaneError: the first worker's error, with every worker's in `details`.
             Conflict: the workers read different contents at the path.
         """
-        found = await every(
-            self.members, lambda m: m.worker.stage_weights(self.target.path, operation=self._named("stage"))
-        )
+        path = self.target.path
+        if path is None:
+            raise EngineFailed(f"version {self.target.version!r} is on no disk")
+        found = await every(self.members, lambda m: m.worker.stage_weights(path, operation=self._named("stage")))
         staged = {url: result for url, result in found.items() if isinstance(result, StagedWeights)}
         if staged:
             # A worker that serves nothing now does not keep the others from an update: it stays where it is. Nor does one
@@ -181,6 +182,8 @@ class FleetUpdate:
         return report
 
     async def _put(self, member: Member, checkpoint: Checkpoint, *, step: str) -> UpdateReport:
+        if checkpoint.path is None:
+            raise EngineFailed(f"version {checkpoint.version!r} came by broadcast and is on no disk to go back to")
         return await member.worker.update_from_disk(
             checkpoint.path,
             version=checkpoint.version,

@@ -17,6 +17,7 @@ from rollplane.protocol.admin import (
     UpdateReport,
     WorkerRecord,
 )
+from rollplane.protocol.broadcast import GroupReport, Manifest, TransferGroup
 from rollplane.protocol.hop import KEYS_PATH
 from rollplane.protocol.state import WorkerState
 from rollplane.rl.base import OnFailure, Operation
@@ -140,6 +141,50 @@ class RemoteWorker:
                 epoch=operation.epoch,
                 deadline_s=operation.deadline_s,
             )
+        )
+
+    async def init_weights_group(self, group: TransferGroup, *, operation: Operation | None = None) -> GroupReport:
+        """See `BroadcastAdmin.init_weights_group`."""
+        named = operation or Operation()
+        return await self.engine.while_heard(
+            self._admin.init_weights_group(group, operation_id=named.id, epoch=named.epoch, deadline_s=named.deadline_s)
+        )
+
+    async def stage_broadcast(self, manifest: Manifest, *, operation: Operation | None = None) -> StagedWeights:
+        """Receive what rank 0 broadcasts and keep it beside the model."""
+        named = operation or Operation()
+        return await self.engine.while_heard(
+            self._admin.stage_broadcast(manifest, operation_id=named.id, epoch=named.epoch, deadline_s=named.deadline_s)
+        )
+
+    async def apply_staged(
+        self,
+        digest: str,
+        *,
+        version: str,
+        mode: PauseMode = "keep",
+        clear_cache: bool = False,
+        operation: Operation | None = None,
+    ) -> UpdateReport:
+        """Put staged weights in place."""
+        named = operation or Operation()
+        return await self.engine.while_heard(
+            self._admin.apply_staged(
+                digest,
+                version=version,
+                mode=mode,
+                clear_cache=clear_cache,
+                operation_id=named.id,
+                epoch=named.epoch,
+                deadline_s=named.deadline_s,
+            )
+        )
+
+    async def destroy_weights_group(self, *, operation: Operation | None = None) -> GroupReport:
+        """See `BroadcastAdmin.destroy_weights_group`."""
+        named = operation or Operation()
+        return await self.engine.while_heard(
+            self._admin.destroy_weights_group(operation_id=named.id, epoch=named.epoch, deadline_s=named.deadline_s)
         )
 
     async def policy_version(self) -> str:

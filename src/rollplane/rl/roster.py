@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 import msgspec
 
-from rollplane.errors import Conflict, RollplaneError, Unavailable
+from rollplane.errors import Conflict, EngineFailed, RollplaneError, Unavailable
 from rollplane.protocol.info import EngineInfo
 from rollplane.rl.base import Operation
 from rollplane.rl.control_record import MAX_VERSIONS, ControlRecord, RecordFile
@@ -261,6 +261,8 @@ class Roster:
                 if target is None and member.unsettled:
                     target = self.settings.initial
                 if target is not None and (member.unsettled or not self._has_target(member)):
+                    if target.path is None:
+                        raise EngineFailed("the policy came by broadcast and is on no disk; the next update brings it")
                     await member.worker.update_from_disk(
                         target.path, version=target.version, expected_digest=target.digest, operation=operation
                     )

@@ -6,13 +6,14 @@ On a worker these act on that worker, on a frontend on the whole fleet. Bodies a
 
 import asyncio
 from collections.abc import Mapping
-from typing import Any, Protocol, runtime_checkable
+from typing import Annotated, Any, Protocol, runtime_checkable
 
 import msgspec
+from msgspec import Meta
 from starlette.requests import Request
 from starlette.responses import Response
 
-from rollplane.errors import Conflict, EngineDied, NotFound, Unavailable
+from rollplane.errors import Conflict, EngineDied, InvalidRequest, NotFound, Unavailable
 from rollplane.protocol.admin import (
     AdapterRecord,
     FlushReport,
@@ -22,8 +23,9 @@ from rollplane.protocol.admin import (
     UpdateReport,
     WorkerRecord,
 )
+from rollplane.protocol.broadcast import DEFAULT_BUCKET_BYTES, Manifest, TensorSpec
 from rollplane.protocol.versions import check_version_name
-from rollplane.rl.base import OnFailure, PolicyAdmin
+from rollplane.rl.base import BroadcastAdmin, OnFailure, PolicyAdmin
 from rollplane.server.admin_calls import (
     Empty,
     OperationBody,
@@ -41,6 +43,8 @@ from rollplane.server.routes import ApiRoute, Doc
 from rollplane.server.service import Service
 
 RL_PROTOCOL_VERSION = 1
+MAX_MANIFEST_BYTES = 16 * 2**20
+"""A hundred thousand tensors by name, dtype and shape."""
 
 
 class PauseBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -100,6 +104,21 @@ class UpdateBody(OperationBody, frozen=True, kw_only=True):
     """A checkpoint directory to serve from now on; see `PolicyAdmin.update_from_disk`."""
 
     model_path: Text
+    weight_version: VersionName | None = None
+    mode: PauseMode = "keep"
+    clear_cache: bool = False
+    on_failure: OnFailure = "rollback"
+    expected_digest: Text | None = None
+
+
+class PolicyBody(OperationBody, frozen=True, kw_only=True):
+    """A policy to serve from now on: a checkpoint directory (`model_path`), or `tensors` that rank 0 of the weight group now
+    broadcasts. Exactly one.
+    """
+
+    model_path: Text | None = None
+    tensors: Annotated[list[TensorSpec], Meta(min_length=1)] | None = None
+    bucket_bytes: Annotated[int, Meta(ge=16)] = DEFAULT_BUCKET_BYTES
     weight_version: VersionName | None = None
     mode: PauseMode = "keep"
     clear_cache: bool = False
@@ -365,9 +384,47 @@ async def post_policy(request: Request) -> Response:
     service: Service = request.app.state.service
 
     async def run() -> UpdateReport:
-        return await update(service, await decode_body(request, UpdateBody))
+        return await update_policy(service, await decode_body(request, PolicyBody, limit_bytes=MAX_MANIFEST_BYTES))
 
     return json_response(await audited(request, "update_policy", run()))
+
+
+async def update_policy(service: Service, body: PolicyBody) -> UpdateReport:
+    """Update from disk, or from the weight group.
+
+    Raises:
+        InvalidRequest: both sources or none. NotFound: nothing here takes weights by broadcast.
+    """
+    if (body.model_path is None) == (body.tensors is None):
+        raise InvalidRequest("a policy comes from model_path or from tensors: give one of them", param="model_path")
+    if body.tensors is None:
+        path = await allowed_directory(service, body.model_path or "", param="model_path")
+        version = (
+            None if body.weight_version is None else check_version_name(body.weight_version, param="weight_version")
+        )
+        return await admin_of(service).update_from_disk(
+            path,
+            version=version,
+            mode=body.mode,
+            clear_cache=body.clear_cache,
+            on_failure=body.on_failure,
+            expected_digest=body.expected_digest,
+            operation=body.operation(),
+        )
+    admin: object = service.admin
+    if not isinstance(admin, BroadcastAdmin):
+        raise NotFound("nothing here takes weights by broadcast")
+    if body.weight_version is None:
+        raise InvalidRequest("weights by broadcast have no directory to be named by", param="weight_version")
+    return await admin.update_from_broadcast(
+        Manifest(tensors=body.tensors, bucket_bytes=body.bucket_bytes),
+        version=check_version_name(body.weight_version, param="weight_version"),
+        mode=body.mode,
+        clear_cache=body.clear_cache,
+        on_failure=body.on_failure,
+        expected_digest=body.expected_digest,
+        operation=body.operation(),
+    )
 
 
 _MUTATION_ERRORS = (400, 404, 409, 413, 415, 502, 503, 504)
@@ -432,7 +489,7 @@ def engine_routes() -> list[ApiRoute]:
             doc=Doc(
                 summary="Update the policy on every worker or on none",
                 tag="administration",
-                body=UpdateBody,
+                body=PolicyBody,
                 answer=UpdateReport,
                 errors=_MUTATION_ERRORS,
             ),

@@ -4,7 +4,7 @@ On a worker they act on that worker; on a frontend whose fleet can broadcast, on
 of names, dtypes and shapes; values travel in the group only.
 """
 
-from typing import Annotated, Any, Final
+from typing import Annotated, Any
 
 from msgspec import Meta
 
@@ -13,14 +13,12 @@ from rollplane.protocol.admin import PauseMode, UpdateReport
 from rollplane.protocol.broadcast import DEFAULT_BUCKET_BYTES, Backend, GroupReport, Manifest, TensorSpec, TransferGroup
 from rollplane.protocol.versions import check_version_name
 from rollplane.rl.base import BroadcastAdmin
-from rollplane.server.admin import StageReport
+from rollplane.rl.fleet import Fleet
+from rollplane.server.admin import MAX_MANIFEST_BYTES, StageReport
 from rollplane.server.admin_calls import OperationBody, canonical
 from rollplane.server.routes import ApiRoute, Doc
 from rollplane.server.service import Service
 from rollplane.worker import Worker
-
-MAX_MANIFEST_BYTES: Final = 16 * 2**20
-"""A hundred thousand tensors by name, dtype and shape."""
 
 
 class InitGroupBody(OperationBody, frozen=True, kw_only=True):
@@ -85,7 +83,7 @@ async def init_group(service: Service, body: InitGroupBody) -> GroupReport:
 
 async def stage_broadcast(service: Service, body: StageBroadcastBody) -> StageReport:
     """Receive weights and keep them beside the model."""
-    staged = await _worker(service).stage_broadcast(body.manifest(), operation=body.operation())
+    staged = await _staging(service).stage_broadcast(body.manifest(), operation=body.operation())
     return StageReport(path=staged.path, digest=staged.digest, tensors=staged.tensors, bytes=staged.bytes)
 
 
@@ -103,7 +101,7 @@ async def update_broadcast(service: Service, body: UpdateBroadcastBody) -> Updat
 
 async def apply_staged(service: Service, body: ApplyBody) -> UpdateReport:
     """Put staged weights in place."""
-    return await _worker(service).apply_staged(
+    return await _staging(service).apply_staged(
         body.digest,
         version=check_version_name(body.weight_version, param="weight_version"),
         mode=body.mode,
@@ -124,10 +122,11 @@ def _broadcasting(service: Service) -> BroadcastAdmin:
     return admin
 
 
-def _worker(service: Service) -> Worker:
-    if service.worker is None:
-        raise NotFound("staging and applying alone are a worker's routes; a fleet's update does both on all workers")
-    return service.worker
+def _staging(service: Service) -> Worker | Fleet:
+    admin: object = service.worker or service.admin
+    if not isinstance(admin, Worker | Fleet):
+        raise NotFound("weights cannot be staged and applied in two steps here")
+    return admin
 
 
 def broadcast_routes() -> list[ApiRoute]:
