@@ -44,7 +44,7 @@ class WeightSender:
     """Sends weights from this process to workers, all of them or none.
 
     Args:
-        workers: the workers' own addresses (each one's `admin_base_url`), not a frontend's.
+        workers: the workers' own addresses (each one's `admin_base_url`), or a frontend's alone.
         admin_key: sent as a bearer token.
         host: this machine's address as the workers reach it.
         port: of the group's store; 0 takes a free one.
