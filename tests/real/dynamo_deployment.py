@@ -129,3 +129,8 @@ def generate(server: processes.Server, body: Mapping[str, Any], **headers: str) 
 def passed(answer: Any) -> Any:
     """What our worker passed through Dynamo's answer."""
     return answer["kv_transfer_params"]["rollplane"]
+
+
+def standing(fleet: processes.Server) -> list[str | None]:
+    """Per worker of the fleet, why it takes no part; None where it does."""
+    return [each.get("error") for each in get(f"{fleet.http_url}/v1/rl/workers")["workers"]]

@@ -54,13 +54,8 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
             listed = f"{theirs.rl_url}/v1/rl/workers"
             deployment.until(lambda: len(deployment.get(listed)["workers"]) == 2, root / "frontend.log")
             with deployment.own_frontend(root / "fleet.log", arguments=["--dynamo-rl-url", theirs.rl_url]) as fleet:
-                deployment.until(lambda: standing(fleet) == [None, None], root / "fleet.log")
+                deployment.until(lambda: deployment.standing(fleet) == [None, None], root / "fleet.log")
                 yield Rig(theirs, fleet, worker, sidecar, model, adapter)
-
-
-def standing(fleet: processes.Server) -> list[str | None]:
-    """Per worker of the fleet, why it takes no part; None where it does."""
-    return [each.get("error") for each in deployment.get(f"{fleet.http_url}/v1/rl/workers")["workers"]]
 
 
 def test_both_kinds_serve_behind_one_frontend(rig: Rig) -> None:
@@ -116,4 +111,4 @@ def test_an_update_is_refused_by_the_name_of_the_worker_and_the_route_that_it_la
     assert "advertises no route update_weights_from_disk" in said
     assert str(rig.sidecar.http_port) in said
     assert rig.worker_call("get_weight_version") == before
-    assert standing(rig.fleet) == [None, None]
+    assert deployment.standing(rig.fleet) == [None, None]

@@ -1,11 +1,11 @@
 """Our worker behind NVIDIA Dynamo's real frontend, beside our own frontend over the same workers."""
 
 import base64
+import concurrent.futures
 import json
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -44,9 +44,10 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
         deployment.frontend(store, root / "frontend.log") as theirs,
         deployment.worker(store, root / "a.log") as a,
         deployment.worker(store, root / "b.log") as b,
-        deployment.own_frontend(root / "own.log", arguments=["--workers", f"{a.http_url},{b.http_url}"]) as ours,
+        deployment.own_frontend(root / "own.log", arguments=["--dynamo-rl-url", theirs.rl_url]) as ours,
     ):
         deployment.until(lambda: "roll" in deployment.models(theirs), root / "frontend.log")
+        deployment.until(lambda: deployment.standing(ours) == [None, None], root / "own.log")
         yield Rig(theirs, ours, [a, b], adapter)
 
 
@@ -191,22 +192,65 @@ def test_the_deployment_finds_our_own_administration(rig: Rig) -> None:
         assert "update_weights_from_disk" in record["routes"]
 
 
-def test_a_caller_who_hangs_up_ends_the_engines_work(rig: Rig, tmp_path: Path) -> None:
-    store = tmp_path / "kv"
-    slow = ["--engine-option", "step_s=0.05", "--engine-option", "vocab_tokens=1024"]
-    engine = ("--engine", "mock", "--served-model-name", "roll", *slow)
+def test_an_update_of_the_fleet_shows_in_the_versions_of_rollouts_through_dynamo(rig: Rig) -> None:
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 2, "seed": 1, "top_k": 3}, "cache_salt": "s"}
+    update = {"model_path": str(shared_model("qwen3")), "weight_version": "v1"}
+    status, report = deployment.post(f"{rig.ours.http_url}/engine/update_weights_from_disk", update)
+    assert status == 200, report
+
+    versions = {}
+    for _ in range(6):
+        _, answer = deployment.generate(rig.theirs, body)
+        passed = deployment.passed(answer)
+        versions[passed["worker"]] = passed["choices"][0]["policy_versions"]
+    assert set(map(str, versions.values())) == {"[['v1', 0]]"}
+    for worker in rig.workers:
+        _, answer = deployment.generate(worker, body)
+        assert answer["choices"][0]["policy_versions"] == [["v1", 0]]
+
+
+@pytest.fixture(scope="module")
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[processes.Server, processes.Server]]:
+    """A frontend and one worker that takes its time, and returns what an abort leaves."""
+    root = tmp_path_factory.mktemp("dynamo-slow")
+    engine = ("--engine", "mock", "--served-model-name", "roll")
+    arguments = ["--engine-option", "step_s=0.05", "--engine-option", "vocab_tokens=1024"]
+    arguments += ["--partial-rollouts", "length"]
     with (
-        deployment.frontend(store, tmp_path / "frontend.log", mode="round-robin") as theirs,
-        deployment.worker(store, tmp_path / "slow.log", engine=engine) as worker,
+        deployment.frontend(root / "kv", root / "frontend.log", mode="round-robin") as theirs,
+        deployment.worker(root / "kv", root / "slow.log", engine=engine, arguments=arguments) as worker,
     ):
         deployment.until(lambda: "roll" in deployment.models(theirs), theirs.log)
+        yield theirs, worker
 
-        def running() -> int:
-            return int(deployment.get(f"{worker.http_url}/health")["running"])
 
-        body = json.dumps({"model": "roll", "token_ids": PROMPT, "sampling_params": {"max_tokens": 3000}}).encode()
-        with socket.create_connection(("127.0.0.1", theirs.http_port)) as connection:
-            head = f"POST /inference/v1/generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
-            connection.sendall(head.encode() + body)
-            deployment.until(lambda: running() == 1, worker.log)
-        deployment.until(lambda: running() == 0, worker.log, timeout_s=5)
+def running(worker: processes.Server) -> int:
+    return int(deployment.get(f"{worker.http_url}/health")["running"])
+
+
+def test_a_caller_who_hangs_up_ends_the_engines_work(slow: tuple[processes.Server, processes.Server]) -> None:
+    theirs, worker = slow
+    body = json.dumps({"model": "roll", "token_ids": PROMPT, "sampling_params": {"max_tokens": 3000}}).encode()
+    with socket.create_connection(("127.0.0.1", theirs.http_port)) as connection:
+        head = "POST /inference/v1/generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        connection.sendall(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
+        deployment.until(lambda: running(worker) == 1, worker.log)
+    deployment.until(lambda: running(worker) == 0, worker.log, timeout_s=5)
+
+
+def test_an_aborted_rollout_comes_back_as_length_with_the_truth_beside_it(
+    slow: tuple[processes.Server, processes.Server],
+) -> None:
+    theirs, worker = slow
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 3000, "ignore_eos": True}}
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        asked = pool.submit(deployment.generate, theirs, body, **{"X-Request-Id": "to-abort"})
+        deployment.until(lambda: running(worker) == 1, worker.log)
+        aborted = deployment.post(f"{worker.http_url}/engine/abort_request", {"request_id": "to-abort"})
+        assert aborted == (200, {"status": "ok", "aborted": 1})
+        status, answer = asked.result(timeout=30)
+
+    assert status == 200, answer
+    assert answer["choices"][0]["finish_reason"] == "length"
+    assert deployment.passed(answer)["choices"][0]["finish_reason"] == "abort"
+    assert len(answer["choices"][0]["token_ids"]) < 3000
