@@ -46,9 +46,10 @@ def worker(
     engine: Sequence[str] = ("--engine", "mock", "--served-model-name", "roll", *MOCK),
     environment: Mapping[str, str] | None = None,
     card: str = "qwen-vl",
+    python: Path = processes.DYNAMO_ENV / "bin" / "python",
+    start_s: float = WAIT_S,
 ) -> Iterator[processes.Server]:
     """One of our workers on Dynamo's runtime; ready means that the deployment has it."""
-    python = processes.DYNAMO_ENV / "bin" / "python"
     ready = log.with_suffix(".ready")
     (port,) = processes.free_ports(1)
     command = [str(python), "-m", "rollplane.cli.main", "worker", "--runtime", "dynamo", "--port", str(port), *engine]
@@ -63,7 +64,7 @@ def worker(
     ]
     settings = processes.dynamo_settings(store) | dict(environment or {})
     with processes.running(command, log, environment=settings) as process:
-        processes.wait_for_http(f"http://127.0.0.1:{port}/health", process, log, timeout_s=WAIT_S)
+        processes.wait_for_http(f"http://127.0.0.1:{port}/health", process, log, timeout_s=start_s)
         until(ready.exists, log)
         yield processes.Server(process.pid, port, log)
 

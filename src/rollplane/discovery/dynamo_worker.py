@@ -217,7 +217,7 @@ class RouteWorker:
             raise TransportError(f"worker {self._url} is listed no more")
         return state
 
-    async def claim_key(self, key: str, keeper: str, *, instead_of: str | None, limit_s: float) -> str:
+    async def claim_key(self, key: str, keeper: str, *, number: int, limit_s: float) -> tuple[str, int]:
         """It keeps no answers.
 
         Raises:

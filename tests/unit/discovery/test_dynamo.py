@@ -317,7 +317,7 @@ async def test_it_takes_no_requests_from_us_and_keeps_no_keys() -> None:
     with pytest.raises(PreconditionFailed, match="through Dynamo's frontend only"):
         await anext(worker.engine.generate(make_request()))
     with pytest.raises(Unavailable, match="keeps no idempotency keys"):
-        await worker.claim_key("k", "me", instead_of=None, limit_s=1.0)
+        await worker.claim_key("k", "me", number=1, limit_s=1.0)
     assert worker.drop_requests("why") == await worker.engine.abort("x") == 0
 
 
