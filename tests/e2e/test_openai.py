@@ -4,6 +4,7 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import openai
 import pytest
 import pytest_asyncio
@@ -14,6 +15,10 @@ from rollplane.engines.embedded.engine import EmbeddedEngine
 from rollplane.engines.embedded.settings import EmbeddedSettings
 from rollplane.engines.mock.engine import MockEngine
 from rollplane.engines.mock.settings import MockSettings
+from rollplane.protocol.openai import parse_completion
+from rollplane.protocol.response import Choice
+from rollplane.server.openai_answers import Style, text_of
+from rollplane.server.text import TextModel
 from rollplane.worker import Worker
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")  # one server for all
@@ -137,6 +142,20 @@ async def test_a_stop_string_cuts_the_text_alike_unary_and_streamed(served: Serv
     assert (whole["finish_reason"], whole["stop_reason"]) == ("stop", stop)
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks[:-1]) == whole["text"]
     assert chunks[-1] == "[DONE]"
+
+
+async def test_a_stop_string_that_its_last_token_holds_twice_cuts_at_the_first() -> None:
+    texts, style = TextModel(tiny.shared_model("qwen3", layers=2)), style_of({"prompt": "x", "stop": ["  "]})
+    ids = texts.encode("def" + " " * 12, special=False)
+    tokens = next(i for i in range(1, len(ids) + 1) if "  " in texts.decode(ids[:i], skip_special=True))
+    choice = Choice(index=0, token_ids=ids[:tokens], finish_reason="stop", stop_reason="  ")
+
+    assert texts.decode(choice.token_ids, skip_special=True).count(" ") > 3  # several blanks are one token
+    assert text_of(choice, style, texts) == "def"
+
+
+def style_of(body: dict[str, Any]) -> Style:
+    return Style.of(parse_completion(msgspec.json.encode(body)), model="m", request_id="r", routes="structured")
 
 
 async def test_streams_of_several_prompts_keep_their_indices(served: Served) -> None:

@@ -186,15 +186,15 @@ def prepare(out: Path, names: list[RunName]) -> Path:
 def table_of(runs: list[Run]) -> Table:
     """One row per step."""
     table = Table(title="Proof")
-    for column in ("run", "engine", "step", "policy", "reward", "mismatch KL", "previous policy's", "passed"):
-        table.add_column(column, justify="right" if "KL" in column or "prev" in column else "left")
+    for column in ("run", "step", "policy", "reward", "mismatch KL", "by the previous", "passed"):
+        table.add_column(column, no_wrap=True)
     for run in runs:
+        run_name = run.name.split("-")[0]
         for step in run.steps:
             ratio = None if step.previous_kl is None else step.previous_kl / step.mismatch_kl
             previous = "" if ratio is None else f"{step.previous_kl:.1e} ({ratio:.0f}x)"
             table.add_row(
-                run.name,
-                f"{run.engine} {run.dtype}",
+                run_name,
                 str(step.step),
                 step.policy_version,
                 "" if step.reward is None else f"{step.reward:.3f}",
@@ -204,8 +204,9 @@ def table_of(runs: list[Run]) -> Table:
             )
         stress: dict[str, Any] | None = run.figures.get("stress_mismatch_kl")
         for name, kl in (stress or {}).items():
-            table.add_row(run.name, "", "stress", "", "", f"{kl:.1e}", f"replayed: {name}", "")
-        table.add_row(run.name, "", "", "", "", "", "", "passed" if run.passed else "FAILED", end_section=True)
+            table.add_row(run_name, "stress", "", "", f"{kl:.1e}", f"replay: {name}", "")
+        made_by = f"{run.engine} {run.dtype}"
+        table.add_row(run_name, made_by, "", "", "", "", "PASSED" if run.passed else "FAILED", end_section=True)
     return table
 
 

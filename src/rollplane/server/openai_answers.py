@@ -70,9 +70,14 @@ def text_of(choice: Choice, style: Style, texts: TextModel) -> str:
     if choice.finish_reason == "stop" and not isinstance(stop, str) and not keep:
         ids = ids[:-1]
     text = texts.decode(ids, skip_special=style.skips_special)
-    if isinstance(stop, str) and (at := text.rfind(stop)) >= 0:
-        return text[: at + len(stop)] if keep else text[:at]
-    return text
+    if not isinstance(stop, str):
+        return text
+    # The last token completed it, so it is the first that ends there: that token may hold it more than once.
+    before = texts.decode(ids[:-1], skip_special=style.skips_special)
+    at = text.find(stop, max(0, len(before) - len(stop) + 1))
+    if at < 0:
+        return text
+    return text[: at + len(stop)] if keep else text[:at]
 
 
 def whole_answer(
