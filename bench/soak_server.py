@@ -17,6 +17,7 @@ import structlog
 from rollplane.config import ServerSettings
 from rollplane.discovery.static import StaticDiscovery
 from rollplane.engines.base import Engine
+from rollplane.engines.wrappers.live import KeepLimits
 from rollplane.rl.fleet import Fleet
 from rollplane.router.router import Router
 from rollplane.server.app import create_app
@@ -27,6 +28,8 @@ from rollplane.server.service import Service
 from rollplane.worker import Worker, WorkerSettings
 
 START_S = 180.0
+KEEP = KeepLimits(max_bytes=8 * 2**20, max_age_s=60.0)
+"""Of answers to idempotency keys. The defaults (256 MiB, 600 s) fill up for ten minutes, and look like a leak as long."""
 
 
 @dataclass(frozen=True)
@@ -94,7 +97,7 @@ async def _serve(make: Any, name: str, workers: list[str], root: str, pipe: Conn
     settings = ServerSettings(port=0, root=[root])
     fleet = None
     if make is not None:
-        own = Worker(make(), settings=WorkerSettings(name=name))
+        own = Worker(make(), settings=WorkerSettings(name=name, keep=KEEP))
         engine, admin = own, own
     else:
         own, fleet = None, Fleet()
