@@ -136,8 +136,9 @@ async def serve_worker(args: argparse.Namespace) -> None:
         create_app(service), host="127.0.0.1", port=args.worker_port, log_config=None, access_log=False, lifespan="off"
     )
     server = uvicorn.Server(config)
-    with contextlib.suppress(KeyboardInterrupt):
-        await server.serve()
+    signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn raises it again once it has stopped, before the notes
+    server.config.timeout_graceful_shutdown = 1
+    await server.serve()
     publishing.cancel()
     notes = {"computed": engine.computed, "prefilled": engine._core.counters["prompt_tokens_computed"]}
     args.notes.write_text(json.dumps(notes))
@@ -230,11 +231,11 @@ async def run(policy: str, seed: int, args: argparse.Namespace, root: Path) -> d
                     *(sys.executable, __file__, "--worker-port", str(one), "--kv-port", str(kv_port)),
                     *("--slow", str(args.slow), "--notes", str(root / f"{one}.json")),
                 ]
-                processes.append(subprocess.Popen(command, stdout=log, stderr=log))
+                processes.append(subprocess.Popen(command, stdout=log, stderr=log))  # noqa: ASYNC220 - short
             for one in workers:
                 await until_answered(f"http://127.0.0.1:{one}/health")
             command = router_command(policy, port=port, workers=workers, kv_ports=kv_ports)
-            router = subprocess.Popen(command, stdout=log, stderr=log, env={**os.environ, "no_proxy": "*"})
+            router = subprocess.Popen(command, stdout=log, stderr=log)  # noqa: ASYNC220 - short
             processes.append(router)
             url = f"http://127.0.0.1:{port}"
             await until_answered(f"{url}/health")
