@@ -5,6 +5,7 @@ import shutil
 import signal
 import sys
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import FrameType
 from typing import Annotated, Any, Final, Literal
@@ -65,7 +66,10 @@ def prove(
             console.print("image: left out, vLLM's Rust server is not here (`make vllm-env`)", style="yellow")
         place = prepare(out.resolve(), chosen)
         named, python = engine_of(engine, vllm_python)
-        runs = prove_all(chosen, place, engine=named, python=python, dtype=dtype, seed=seed, console=console)
+        images = partial(_images, vllm_env=vllm_env, vllm_rs=vllm_rs, seed=seed)
+        runs = prove_all(
+            chosen, place, engine=named, python=python, dtype=dtype, seed=seed, images=images, console=console
+        )
     except RollplaneError as error:
         console.print(f"proof failed: {error.message}", style="red", markup=False)
         raise typer.Exit(1) from error
@@ -92,6 +96,7 @@ def prove_all(
     python: str,
     dtype: str,
     seed: int,
+    images: Callable[[Path], Run],
     console: Console,
 ) -> list[Run]:
     """The runs in order; one that breaks off is a failed run, and the next ones still run."""
@@ -110,6 +115,7 @@ def prove_all(
     work: dict[RunName, Callable[[Path], Run]] = {
         "dense": lambda path: run_dense(path, engine=engine, python=python, dtype=dtype, seed=seed),
         "lora": lambda path: run_adapters(path, engine=engine, python=python, dtype=dtype, seed=seed),
+        "image": images,
         "moe": moe,
     }
     found = []
