@@ -57,6 +57,7 @@ class WorkerExtension(GroupExtension):
         import torch
         from vllm.config import set_current_vllm_config
 
+        _end_unfinished(self.model_runner.get_model())
         on_cpu = torch.device(self.vllm_config.device_config.device).type == "cpu"
         for module in self.model_runner.get_model().modules():
             # vLLM's CPU experts are packed once, when their kernel is made; without this a reload copies unpacked weights
@@ -75,6 +76,22 @@ class WorkerExtension(GroupExtension):
         with set_current_vllm_config(self.vllm_config), torch.no_grad():
             self.model_runner.reload_weights(weights_iterator=counted())
         return count
+
+
+def _end_unfinished(model: Any) -> None:
+    """Give every layer that an earlier reload left half way its own tensors back, which that reload had not written.
+
+    vLLM would go on with what the layer has buffered, count the next reload's tensors on top, and take it for whole when
+    a fused tensor has its queries twice and no keys.
+    """
+    from vllm.model_executor.model_loader.reload import layerwise
+
+    for layer in model.modules():
+        info = layerwise.get_layerwise_info(layer)
+        if info.can_load():
+            if info.kernel_tensors is not None:
+                layerwise._place_kernel_tensors(layer, info)
+            info.reset()
 
 
 def _tensors(path: str, names: list[str]) -> Iterator[tuple[str, Any]]:
