@@ -10,9 +10,11 @@ import itertools
 from typing import Any, Final, Literal
 
 import msgspec
+import numpy as np
 
 from rollplane.errors import EngineProtocolError
 from rollplane.protocol.answer import prompt_logprobs_raw, served_by_tree, usage_tree
+from rollplane.protocol.arrays import Int32Array
 from rollplane.protocol.artifacts import Alternatives, TokenLogprobs, encode_routes_structured
 from rollplane.protocol.events import ChoiceEvent
 from rollplane.protocol.response import Choice, GenerateResponse
@@ -46,7 +48,7 @@ def choice_chunk(choice: Choice, *, partial: PartialRollouts) -> dict[str, Any]:
     if choice.finish_reason == "abort" and partial == "length":
         finish = "length"
     chunk: dict[str, Any] = {"index": choice.index, "token_ids": choice.token_ids.tolist(), "finish_reason": finish}
-    _add_logprobs(chunk, choice.token_ids.tolist(), choice.logprobs)
+    _add_logprobs(chunk, choice.token_ids, choice.logprobs)
     data: dict[str, Any] = {}
     if choice.routed_experts is not None:
         data["routed_experts"] = encode_routes_structured(choice.routed_experts)
@@ -82,7 +84,7 @@ def passthrough(response: GenerateResponse) -> dict[str, Any]:
 def delta_chunk(event: ChoiceEvent) -> dict[str, Any]:
     """One chunk of a completion: a delta, or the end of a choice."""
     chunk: dict[str, Any] = {"index": event.index, "token_ids": event.token_ids.tolist()}
-    _add_logprobs(chunk, chunk["token_ids"], event.logprobs)
+    _add_logprobs(chunk, event.token_ids, event.logprobs)
     if event.finish_reason is not None:
         chunk["finish_reason"] = FINISH[event.finish_reason]
         spans = [list(span) for span in event.policy_versions]
@@ -90,12 +92,14 @@ def delta_chunk(event: ChoiceEvent) -> dict[str, Any]:
     return chunk
 
 
-def _add_logprobs(chunk: dict[str, Any], ids: list[int], logprobs: TokenLogprobs | None) -> None:
+def _add_logprobs(chunk: dict[str, Any], ids: Int32Array, logprobs: TokenLogprobs | None) -> None:
     if logprobs is None:
         return
     chunk["log_probs"] = logprobs.values.tolist()
-    if logprobs.alternatives is not None:
-        chunk["top_logprobs"] = top_rows(logprobs.alternatives)
+    top = logprobs.alternatives
+    # The frontend lists the sampled tokens itself where nothing else is given.
+    if top is not None and not (np.array_equal(top.ids, ids) and np.array_equal(top.values, logprobs.values)):
+        chunk["top_logprobs"] = top_rows(top)
 
 
 def top_rows(top: Alternatives) -> list[list[dict[str, Any]]]:

@@ -7,7 +7,7 @@ into text and looks for stop strings itself, and stops the worker at one; so sto
 from collections.abc import Mapping
 from typing import Any, Final
 
-from rollplane.dynamo.envelope import adapter_or_base, object_of, rank_of, token_list
+from rollplane.dynamo.envelope import adapter_or_base, object_of, prompt_of, rank_of
 from rollplane.errors import InvalidRequest
 from rollplane.protocol.arrays import msgpack_encoder
 from rollplane.protocol.request import MSGPACK, GenerateRequest, RequestLimits, parse_request
@@ -60,7 +60,7 @@ def read_completion(
         if count is not None:
             sampling[name] = -1 if count == ALL else count
     body = {
-        "token_ids": token_list(message),
+        "token_ids": prompt_of(message),
         "sampling_params": sampling,
         "stream": sampling.get("prompt_logprobs") is None,
         "cache_salt": routing.get("cache_salt"),

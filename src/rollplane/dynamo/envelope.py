@@ -11,10 +11,14 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
+import msgspec
+import numpy as np
+
 from rollplane.errors import InvalidRequest
 from rollplane.identity import identify, routing_marker
-from rollplane.protocol.arrays import msgpack_encoder
-from rollplane.protocol.request import MSGPACK, GenerateRequest, RequestLimits, parse_request
+from rollplane.protocol.arrays import Int32Array, msgpack_encoder
+from rollplane.protocol.request import MSGPACK, GenerateRequest, RequestLimits, check_token_ids, parse_request
+from rollplane.protocol.sampling import invalid_from_msgspec
 
 SALT_PREFIX: Final = "dynamo-cache-salt:"
 """What Dynamo's own workers put before a salt that they hand to vLLM."""
@@ -56,7 +60,7 @@ def read_generate(
     if message.get("multi_modal_data") is not None:
         raise InvalidRequest("multi_modal_data beside extra_args.vllm_tito: raw media and Generate exclude each other",
                              param="multi_modal_data")  # fmt: skip
-    body = {**sent, "token_ids": token_list(message)}
+    body = {**sent, "token_ids": prompt_of(message)}
     request = parse_request(
         _encoder.encode(body), content_type=MSGPACK, headers={"x-request-id": request_id}, limits=limits
     )
@@ -81,17 +85,22 @@ def object_of(tree: Mapping[str, Any], name: str, *, root: str = "") -> Mapping[
     return value
 
 
-def token_list(message: Mapping[str, Any]) -> list[Any]:
-    """The prompt, unchecked.
+def prompt_of(message: Mapping[str, Any]) -> Int32Array:
+    """The prompt, int32 [prompt].
 
     Raises:
-        InvalidRequest: there is none.
+        InvalidRequest: there is none, or it holds something else than token ids.
     """
     found = message.get("token_ids")
     if not isinstance(found, list):
         what = "is required" if found is None else f"must be an array of integers, got {type(found).__name__}"
         raise InvalidRequest(f"token_ids {what}", param="token_ids")
-    return found
+    try:
+        return check_token_ids(np.array(msgspec.convert(found, list[int], strict=True), dtype=np.int64))
+    except msgspec.ValidationError as error:
+        raise invalid_from_msgspec(error, root="token_ids") from None
+    except OverflowError:
+        raise InvalidRequest("token_ids holds a number of more than 64 bits", param="token_ids") from None
 
 
 def check_salt(sent: str | None, routing: Mapping[str, Any]) -> None:

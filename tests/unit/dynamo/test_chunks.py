@@ -9,7 +9,7 @@ from rollplane.dynamo.chunks import delta_chunk, generate_chunks
 from rollplane.engines.mock.engine import MockEngine
 from rollplane.engines.mock.settings import MockSettings
 from rollplane.errors import EngineProtocolError
-from rollplane.protocol.artifacts import decode_routes_structured
+from rollplane.protocol.artifacts import Alternatives, decode_routes_structured
 from rollplane.protocol.events import ChoiceEvent
 from rollplane.protocol.info import MoeShape
 from rollplane.protocol.response import GenerateResponse
@@ -49,6 +49,23 @@ def test_a_choice_is_one_terminal_chunk_with_everything(response: GenerateRespon
         routes = decode_routes_structured(chunk["engine_data"]["routed_experts"])
         assert choice.routed_experts is not None
         np.testing.assert_array_equal(routes.array, choice.routed_experts.array)
+
+
+def test_tokens_that_are_the_likeliest_are_listed_by_the_frontend_itself(response: GenerateResponse) -> None:
+    choice = response.choices[0]
+    assert choice.logprobs is not None
+    count = choice.token_ids.size
+    top = Alternatives(
+        ids=choice.token_ids,
+        values=choice.logprobs.values,
+        ranks=np.ones(count, dtype=np.int32),
+        offsets=np.arange(count + 1, dtype=np.int32),
+    )
+    greedy = msgspec.structs.replace(choice, logprobs=msgspec.structs.replace(choice.logprobs, alternatives=top))
+    (chunk,) = generate_chunks(msgspec.structs.replace(response, choices=[greedy]))
+
+    assert "top_logprobs" not in chunk
+    assert chunk["log_probs"] == choice.logprobs.values.tolist()
 
 
 def test_what_belongs_to_all_choices_is_on_the_last_chunk(response: GenerateResponse) -> None:
