@@ -1,6 +1,6 @@
 """The mock vLLM gRPC server of the benchmarks: answers are made in one go, then cut as asked, so that it costs little itself.
 
-    python bench/mock_vllm.py --port 50051 --model DIRECTORY [--tokens-per-message 1] [--multimodal]
+    python bench/mock_vllm.py --port 50051 --model DIRECTORY [--tokens-per-message 1]
 
 0 tokens per message: the whole answer in one, also over the streaming call.
 """
@@ -26,7 +26,6 @@ async def serve(args: argparse.Namespace) -> None:
         tokens_per_message=args.tokens_per_message or None,
         whole=True,
         model_id=args.model,
-        multimodal=args.multimodal,
         recorded_calls=0,
     )
     stopped = asyncio.Event()
@@ -44,7 +43,6 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--model", required=True)
     parser.add_argument("--tokens-per-message", type=int, default=1)
-    parser.add_argument("--multimodal", action="store_true")
     asyncio.run(serve(parser.parse_args()))
 
 
