@@ -1,7 +1,7 @@
 """Follows what each worker says of its cache, and hands it to the policy. One task per worker."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Callable
 from typing import Final, Protocol, runtime_checkable
 
 import structlog
@@ -38,10 +38,12 @@ class CacheFollowers:
 
     Args:
         policy: gets the batches.
+        on_learn: called after each of them.
     """
 
-    def __init__(self, policy: Policy) -> None:
+    def __init__(self, policy: Policy, *, on_learn: Callable[[RoutedWorker], None] = lambda worker: None) -> None:
         self._policy = policy
+        self._on_learn = on_learn
         self._tasks: dict[RoutedWorker, asyncio.Task[None]] = {}
 
     def __repr__(self) -> str:
@@ -94,10 +96,12 @@ class CacheFollowers:
     async def _take(self, worker: RoutedWorker, batch: KvBatch) -> None:
         if len(batch.events) <= EVENTS_AT_ONCE:
             self._policy.learn(worker, batch)
+            self._on_learn(worker)
             return
         for at in range(0, len(batch.events), EVENTS_AT_ONCE):
             part = batch.events[at : at + EVENTS_AT_ONCE]
             self._policy.learn(worker, KvBatch(instance=batch.instance, generation=batch.generation, events=part))
+            self._on_learn(worker)
             await asyncio.sleep(0)
 
 

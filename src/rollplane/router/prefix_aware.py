@@ -145,11 +145,21 @@ class PrefixAware:
         if index is None or not seen.comparable or request.content_parts:
             return None
         prompt = self._prompt if self._prompt is not None and self._prompt.request is request else _Prompt(request)
-        self._prompt = None
+        self._prompt = prompt
         keys, depths = self._keys(index, prompt, self._scope(request, seen))
         depth = depths.get(worker.url, 0)
         index.predict(worker.url, keys, depth=depth)
         return min(depth, _usable(request, index)) * index.block_tokens if _reads_cache(request) else 0
+
+    def to_compute(self, request: GenerateRequest, worker: RoutedWorker) -> Sequence[int] | None:
+        """The blocks of a prompt that a worker has not reported; None where it would not tell when it has them."""
+        seen, index = self._look(worker), self.index
+        if index is None or not seen.comparable or not seen.says_events or request.content_parts:
+            return None
+        if not _reads_cache(request):
+            return None
+        prompt = self._prompt if self._prompt is not None and self._prompt.request is request else _Prompt(request)
+        return index.unreported(worker.url, self._keys(index, prompt, self._scope(request, seen))[0])
 
     def answered(self, request: GenerateRequest, worker: RoutedWorker) -> None:
         """See `Policy.answered`: a worker that says no events has what it computed, as far as anyone can tell."""

@@ -189,6 +189,22 @@ class PrefixIndex:
             self._note(alive, depth, depths)
         return depths
 
+    def reports(self, worker: str, key: int) -> bool:
+        """Whether a worker has said that it has a block."""
+        holder = self._holders.get(worker)
+        return holder is not None and bool(self._reported.get(key, 0) & holder.bit)
+
+    def unreported(self, worker: str, keys: Sequence[int]) -> Sequence[int]:
+        """The keys from the first one on that a worker has not said it has."""
+        holder = self._holders.get(worker)
+        if holder is None:
+            return keys
+        bit, reported = holder.bit, self._reported.get
+        for at, key in enumerate(keys):
+            if not reported(key, 0) & bit:
+                return keys[at:]
+        return ()
+
     def predict(self, worker: str, keys: Sequence[int], *, depth: int = 0) -> None:
         """A prompt with these keys was routed to a worker: it will have them unless it says otherwise.
 

@@ -36,6 +36,8 @@ from rollplane.router.held import abort_events
 from rollplane.router.key_homes import KeyHomes
 from rollplane.router.observed import Observed
 from rollplane.router.policies import Policy, make_policy
+from rollplane.router.prefill_pace import PaceSettings, PrefillPace, Ticket
+from rollplane.router.prefix_aware import PrefixAware
 from rollplane.router.report import PlacementReport, placement_report
 from rollplane.router.worker import RoutedWorker
 
@@ -49,12 +51,14 @@ RECHECK_S: Final = 1.0
 class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     """`hold_limit_s`: how long a request without a deadline waits while nobody can serve. `max_attempts`: workers tried
     after faults. `circuit`: when a worker is left out. `queue`: how much is let in at once.
+    `prefill`: how much uncached prompt a worker is sent at a time.
     """
 
     hold_limit_s: float = 600.0
     max_attempts: int = 4
     circuit: CircuitSettings = msgspec.field(default_factory=CircuitSettings)
     queue: QueueSettings = msgspec.field(default_factory=QueueSettings)
+    prefill: PaceSettings = msgspec.field(default_factory=PaceSettings)
 
 
 class _Placement:
@@ -100,7 +104,8 @@ class Router:
         self.observed = Observed()
         self.queue = FairQueue(self.settings.queue, clock=clock)
         self._keys = KeyHomes(clock=clock)
-        self._caches = CacheFollowers(self.policy)
+        self.prefill = PrefillPace(self.settings.prefill, clock=clock)
+        self._caches = CacheFollowers(self.policy, on_learn=self._learned)
         self._workers: dict[str, RoutedWorker] = {}
         self._placed: dict[str, _Placement] = {}
         self._live = LiveRequests(_Routed(self))
@@ -261,6 +266,17 @@ class Router:
                         worker = keeper
                         worker.place(**size)
                         predicted = self.policy.placed(request, worker)
+                ticket: Ticket | None = None
+                try:
+                    ticket = await self._turn(request, worker, placement)
+                except BaseException:
+                    worker.release(**size)
+                    raise
+                if ticket is not None and (placement.woken.is_set() or not worker.member.routable):
+                    # It waited, and meanwhile this worker is no more the one to send to, or the request was aborted.
+                    worker.release(**size)
+                    self._spent(worker, ticket)
+                    continue
                 sent = self._addressed(request, worker, attempt=attempt, ends=ends)
                 if request.idempotency_key is not None and not worker.member.routable:
                     sent.attach_only = True
@@ -299,6 +315,8 @@ class Router:
                 finally:
                     placement.worker = None
                     worker.release(**size)
+                    if ticket is not None:
+                        self._spent(worker, ticket)
                 if is_fault(error):
                     worker.circuit.failed()
                 else:
@@ -385,6 +403,34 @@ class Router:
                     param="rollplane.deadline_s",
                 )
             await _either(changed, placement.woken, timeout_s=min(left, RECHECK_S))
+
+    async def _turn(self, request: GenerateRequest, worker: RoutedWorker, placement: "_Placement") -> Ticket | None:
+        """Wait while the worker has prompts enough to compute; None where that is not known."""
+        policy = self.policy
+        if not isinstance(policy, PrefixAware) or policy.index is None or request.attach_only:
+            return None
+        keys = policy.to_compute(request, worker)
+        if keys is None:
+            return None
+        size = policy.index.block_tokens
+        ticket = self.prefill.ask(worker.url, keys, block_tokens=size)
+        try:
+            await self.prefill.wait(worker.url, ticket, woken=placement.woken, block_tokens=size)
+        except BaseException:
+            self._spent(worker, ticket)
+            raise
+        return ticket
+
+    def _spent(self, worker: RoutedWorker, ticket: Ticket) -> None:
+        index = self.policy.index if isinstance(self.policy, PrefixAware) else None
+        if index is not None:
+            self.prefill.done(worker.url, ticket, block_tokens=index.block_tokens)
+
+    def _learned(self, worker: RoutedWorker) -> None:
+        index = self.policy.index if isinstance(self.policy, PrefixAware) else None
+        if index is not None:
+            url = worker.url
+            self.prefill.learned(url, lambda key: index.reports(url, key), block_tokens=index.block_tokens)
 
     async def _keeper(
         self, key: str, request: GenerateRequest, chosen: RoutedWorker, *, avoid: list[RoutedWorker]
