@@ -64,7 +64,7 @@ async def run_worker(settings: Settings) -> None:
         settings=server,
         keys=keys,
         metrics=Metrics(),
-        texts=Texts(text_directory(server.tokenizer, about.model)),
+        texts=Texts(text_directory(server.tokenizer, about.model, serving.info.model)),
         admin_port=ops.port_of(admin_sock),
     )
 
