@@ -215,7 +215,8 @@ def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[processes.S
     root = tmp_path_factory.mktemp("dynamo-slow")
     engine = ("--engine", "mock", "--served-model-name", "roll")
     arguments = ["--engine-option", "step_s=0.05", "--engine-option", "vocab_tokens=1024"]
-    arguments += ["--partial-rollouts", "length"]
+    arguments += ["--partial-rollouts", "length", "--max-hold-s", "0.5"]
+    arguments += ["--engine-option", 'faults=[{"kind":"fail","request_id":"to-fail"}]']
     with (
         deployment.frontend(root / "kv", root / "frontend.log", mode="round-robin") as theirs,
         deployment.worker(root / "kv", root / "slow.log", engine=engine, arguments=arguments) as worker,
@@ -254,3 +255,28 @@ def test_an_aborted_rollout_comes_back_as_length_with_the_truth_beside_it(
     assert answer["choices"][0]["finish_reason"] == "length"
     assert deployment.passed(answer)["choices"][0]["finish_reason"] == "abort"
     assert len(answer["choices"][0]["token_ids"]) < 3000
+
+
+def test_a_busy_worker_is_a_503_and_serves_the_next_request_at_once(
+    slow: tuple[processes.Server, processes.Server],
+) -> None:
+    theirs, worker = slow
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1}}
+    assert deployment.post(f"{worker.http_url}/engine/pause_generation", {})[0] == 200
+    status, answer = deployment.generate(theirs, body)
+    assert status == 503, answer
+
+    assert deployment.post(f"{worker.http_url}/engine/resume_generation", {})[0] == 200
+    status, answer = deployment.generate(theirs, body)
+    assert status == 200, answer
+
+
+def test_one_failed_request_is_a_500_and_leaves_the_worker_in(slow: tuple[processes.Server, processes.Server]) -> None:
+    theirs, worker = slow
+    body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1}}
+    status, _ = deployment.generate(theirs, body, **{"X-Request-Id": "to-fail"})
+    assert status == 500
+    assert "engine_failed" in worker.log.read_text()
+
+    status, answer = deployment.generate(theirs, body)
+    assert status == 200, answer
