@@ -17,12 +17,12 @@ import pytest_asyncio
 from safetensors.numpy import load_file, save_file
 from tests.models.tiny import shared_model
 from tests.vllm.own_server import own_answer, own_logprobs, own_server, own_tokens
+from tests.vllm.sampling_fields import FIELDS, REFUSED
 from tests.vllm.support import ask, logprobs, prompt, running, tokens
 
 from rollplane.engines.vllm.inprocess import VllmEngine
 from rollplane.errors import EngineDied, EngineFailed, InvalidRequest
 from rollplane.protocol.answer import encode_json
-from rollplane.protocol.sampling import FIELD_NAMES
 from rollplane.testing import make_request, watching
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -94,50 +94,6 @@ async def test_answers_are_those_of_vllms_own_server(engine: VllmEngine, vllm_ht
             np.testing.assert_allclose(
                 logprobs(ours, index), own_logprobs(theirs, index), atol=1e-5, err_msg=str(asked)
             )
-
-
-SAME, REFUSED, OURS = "same tokens as vLLM's own server", "refused by us with a reason", "ours differs and is right"
-FIELDS: dict[str, tuple[Any, str]] = {
-    "n": (2, SAME),
-    "presence_penalty": (1.5, SAME),
-    "frequency_penalty": (1.5, SAME),
-    "repetition_penalty": (1.4, SAME),
-    "temperature": (0.6, SAME),
-    "top_p": (0.7, SAME),
-    "top_k": (4, SAME),
-    "min_p": (0.1, SAME),
-    "seed": (99, SAME),
-    "stop": (["e", "a"], SAME),
-    "stop_token_ids": (list(range(600, 700)), SAME),
-    "ignore_eos": (True, SAME),
-    "max_tokens": (3, SAME),
-    "min_tokens": (4, SAME),
-    "logprobs": (2, OURS),  # top_logprobs holds the most likely tokens; vLLM's first is the sampled one, likely or not
-    "prompt_logprobs": (1, SAME),
-    "prompt_logprob_token_ids": ([5], REFUSED),  # needs model runner V2
-    "prompt_logprob_start": (0, REFUSED),
-    "logprob_token_ids": ([5, 6], REFUSED),  # not without logprobs, whose number it must have
-    "flat_logprobs": (True, SAME),
-    "detokenize": (False, SAME),
-    "skip_special_tokens": (False, SAME),
-    "spaces_between_special_tokens": (False, SAME),
-    "include_stop_str_in_output": (True, SAME),
-    "stream_interval": (4, SAME),
-    "structured_outputs": ({"regex": "[ab]{4}"}, SAME),
-    "logit_bias": ({"500": 6.0}, SAME),
-    "allowed_token_ids": ([500, 501, 502], SAME),
-    "extra_args": ({"anything": 1}, SAME),
-    "bad_words": (["e", "the"], SAME),
-    "skip_reading_prefix_cache": (True, SAME),
-    "thinking_token_budget": (3, REFUSED),  # without a reasoning parser
-    "repetition_detection": ({"max_pattern_size": 3, "min_count": 3}, SAME),
-    "routed_experts_prompt_start": (1, SAME),
-    "watermarking": (False, SAME),
-}
-
-
-def test_the_table_has_every_sampling_field() -> None:
-    assert set(FIELDS) == set(FIELD_NAMES)
 
 
 @pytest.mark.parametrize("name", FIELDS)

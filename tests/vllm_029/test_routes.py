@@ -21,6 +21,7 @@ from rollplane.server.app import create_app
 from rollplane.server.auth import KeyRing
 from rollplane.server.metrics import Metrics
 from rollplane.server.service import Service
+from rollplane.testing import make_request, watching
 from rollplane.worker import Worker
 
 pytestmark = pytest.mark.asyncio(loop_scope="module")
@@ -173,3 +174,34 @@ async def test_routes_after_an_update_are_the_new_weights(client: httpx.AsyncCli
 
     assert seen[0]["data"] != before["data"]
     assert seen[1] == before
+
+
+async def test_routes_from_before_an_update_stay_those_of_the_old_weights(
+    client: httpx.AsyncClient, engine: VllmEngine
+) -> None:
+    """Of a unary request that lives through it and keeps its KV."""
+    token_ids, sampling = prompt(40, variant=5), {"max_tokens": 400}
+    old = (await generate(client, token_ids, sampling=sampling)).json()["choices"][0]
+    staged = await engine.stage_weights(str(shared_model("qwen3-moe", seed=1)))
+    pace = make_request(prompt(variant=8), seed=1, max_tokens=600, ignore_eos=True, stream=True)
+    waiting = asyncio.ensure_future(generate(client, token_ids, sampling=sampling))
+    await until(lambda: engine._live_requests())
+    async with watching(engine, pace) as (paced,):  # it comes second, so the first has tokens when this one has
+        await paced.until_tokens(20)
+        await engine.pause("keep")
+        await engine.apply_weights(staged, version="mid")
+        await engine.resume()
+        choice = (await waiting).json()["choices"][0]
+    back = await engine.stage_weights(str(shared_model("qwen3-moe")))
+    await engine.pause("wait")
+    await engine.apply_weights(back, version="after")
+    await engine.resume()
+
+    [_, (version, boundary)] = choice["policy_versions"]
+    assert version == "mid"
+    assert 0 < boundary < 400
+    made, before = (decode_routes_structured(c["routed_experts"]).array for c in (choice, old))
+    rows = 40 + boundary - 1  # the last of the old tokens was forwarded by the new weights
+    assert made.shape == before.shape == (40 + 400 - 1, LAYERS, TOP_K)
+    assert made[:rows].tolist() == before[:rows].tolist()
+    assert made[rows:].tolist() != before[rows:].tolist()
