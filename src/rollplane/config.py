@@ -128,6 +128,9 @@ class FrontendSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     silent_s: Annotated[
         float, Meta(ge=2), _about("A worker that says nothing for so long is lost; its requests move")
     ] = 15.0
+    prefill_window: Annotated[
+        int, Meta(ge=0), _about("Uncached prompt tokens that a worker is sent at a time; 0 sends all at once")
+    ] = 8192
     max_running: Annotated[Count | None, _about("Sequences that are let in at once; further requests wait")] = None
     max_running_per_key: Annotated[Count | None, _about("The same of one data key")] = None
     max_waiting: Annotated[Count | None, _about("Requests that wait for room; what is over it is a 429")] = None

@@ -24,6 +24,7 @@ from rollplane.rl.remote import RemoteWorker
 from rollplane.router.fair_queue import QueueSettings
 from rollplane.router.models import Models
 from rollplane.router.policies import make_policy
+from rollplane.router.prefill_pace import PaceSettings
 from rollplane.router.router import Router, RouterSettings
 from rollplane.server import ops
 from rollplane.server.app import create_app
@@ -119,6 +120,7 @@ def make_router(
         settings=RouterSettings(
             hold_limit_s=about.max_hold_s,
             max_attempts=about.max_attempts,
+            prefill=PaceSettings(window_tokens=about.prefill_window),
             queue=QueueSettings(
                 max_running=about.max_running,
                 max_running_per_key=about.max_running_per_key,
