@@ -267,7 +267,9 @@ def _peer(name: str, url: str) -> Finding:
             return Finding(name=f"{name} {url}", state="ok", says="listens")
         status, date = asyncio.run(_asked(f"{url.rstrip('/')}/health"))
     except (OSError, TimeoutError) as error:
-        return Finding(name=f"{name} {url}", state="fail", says=f"cannot be reached: {str(error) or type(error).__name__}")
+        return Finding(
+            name=f"{name} {url}", state="fail", says=f"cannot be reached: {str(error) or type(error).__name__}"
+        )
     skew = 0.0 if date is None else parsedate_to_datetime(date).timestamp() - time.time()
     if abs(skew) > CLOCK_S:
         return Finding(name=f"{name} {url}", state="warn", says=f"its clock is {skew:+.0f} s from ours")
