@@ -3,11 +3,12 @@
     python bench/compare.py [--rounds 5] [--loads 256/64,2048/1024,8192/8192] [--modes unary,msgpack,stream] [--json FILE]
     python bench/compare.py --engine vllm-rs --rounds 60
 
-Every stack stands in front of one server: a mock that sends one token per message (`mock-per-token`), one that sends
-the whole answer at once (`mock-whole`), or vLLM's Rust server over a real engine with a tiny model. Rounds go through
-the stacks in turn; each figure is the median of its rounds. CPU is that of the stack's own processes, user and system,
-as /proc counts it; neither the engine's nor this client's. `routes` and `masks` need an engine that has them: the mock engine
-inside the worker, with a mixture of 48 layers x 8 experts; vLLM's gRPC services carry neither, so Dynamo has no row.
+Every stack stands in front of one server: a mock that sends one token per message, as fast as it can (`mock-per-token`) or
+each when it is made (`mock-stepwise`), one that sends the whole answer at once (`mock-whole`), or vLLM's Rust server over a
+real engine with a tiny model. Rounds go through the stacks in turn; each figure is the median of its rounds. CPU is that of
+the stack's own processes, user and system, as /proc counts it; neither the engine's nor this client's. `routes` and `masks`
+need an engine that has them: the mock engine inside the worker, with a mixture of 48 layers x 8 experts; vLLM's gRPC
+services carry neither, so Dynamo has no row.
 A row of `--json` has also the CPU of each process and the time that a client needs to read one answer.
 """
 
@@ -27,12 +28,19 @@ import aiohttp
 from load import Load, Mode, Outcome, bodies, median, percentile, run
 from stacks import Rack, Stack, rack, wait_until_serving
 
-PER_TOKEN, WHOLE, IN_WORKER, VLLM = "mock-per-token", "mock-whole", "mock-in-worker", "vllm-rs"
-ENGINES = {"per-token": PER_TOKEN, "whole": WHOLE, "in-worker": IN_WORKER, "vllm-rs": VLLM}
+PER_TOKEN, STEPWISE, WHOLE, IN_WORKER, VLLM = (
+    "mock-per-token",
+    "mock-stepwise",
+    "mock-whole",
+    "mock-in-worker",
+    "vllm-rs",
+)
+ENGINES = {"per-token": PER_TOKEN, "stepwise": STEPWISE, "whole": WHOLE, "in-worker": IN_WORKER, "vllm-rs": VLLM}
 CONCURRENCY = {256: 32, 2048: 16, 8192: 8}
 REQUESTS = {256: 256, 2048: 64, 8192: 16}
 SERVED_BY: dict[str, tuple[Mode, ...]] = {
     PER_TOKEN: ("unary", "msgpack", "stream", "features"),
+    STEPWISE: ("unary", "msgpack", "stream"),
     WHOLE: ("unary", "msgpack"),
     IN_WORKER: ("routes", "masks"),
     VLLM: ("unary", "msgpack", "stream"),
@@ -60,7 +68,7 @@ def start(engine: str, made: Rack) -> list[Stack]:
         served = made.vllm_rs(arguments=["--max-num-seqs", "64"])
         direct = Stack("vllm-rs", engine, served.http_url, {"server": served.pid}, msgpack=False)
         return [direct, made.rollplane(served, kind=engine), made.dynamo(served, kind=engine)]
-    mock = made.mock(tokens_per_message=1 if engine == PER_TOKEN else 0, name=engine)
+    mock = made.mock(tokens_per_message=0 if engine == WHOLE else 1, name=engine, stepwise=engine == STEPWISE)
     return [
         made.rollplane(mock, kind=engine),
         made.rollplane_worker(mock, kind=engine),

@@ -1,6 +1,8 @@
 """The mock vLLM gRPC server of the benchmarks: answers are made in one go, then cut as asked, so that it costs little itself.
 
-    python bench/mock_vllm.py --port 50051 --model DIRECTORY [--tokens-per-message 1]
+    python bench/mock_vllm.py --port 50051 --model DIRECTORY [--tokens-per-message 1] [--stepwise]
+
+`--stepwise`: streams are made token by token instead, so that messages come one by one, as those of a real engine do.
 
 0 tokens per message: the whole answer in one, also over the streaming call.
 """
@@ -24,7 +26,7 @@ async def serve(args: argparse.Namespace) -> None:
         engine,
         address=f"127.0.0.1:{args.port}",
         tokens_per_message=args.tokens_per_message or None,
-        whole=True,
+        whole=not args.stepwise,
         model_id=args.model,
         recorded_calls=0,
     )
@@ -43,6 +45,7 @@ def main() -> None:
     parser.add_argument("--port", type=int, required=True)
     parser.add_argument("--model", required=True)
     parser.add_argument("--tokens-per-message", type=int, default=1)
+    parser.add_argument("--stepwise", action="store_true")
     asyncio.run(serve(parser.parse_args()))
 
 

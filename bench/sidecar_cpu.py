@@ -2,7 +2,7 @@
 
     python bench/sidecar_cpu.py [--rounds 3] [--requests 40] [--prompt 2048] [--tokens 1024]
 
-The smallest case of `bench/compare.py`: both are in front of one mock vLLM server that streams one token per message, and
+The smallest case of `bench/compare.py`: both are in front of one mock vLLM server that streams one token per message, each when it is made, and
 get the same requests, one after another, in turns. Counted is the CPU time of the serving processes (not the mock's, not the
 client's), user and system, from /proc. Needs the Dynamo environment (`make vllm-env`).
 """
@@ -12,15 +12,15 @@ import asyncio
 
 import aiohttp
 
-from compare import PER_TOKEN, Case, measure
+from compare import STEPWISE, Case, measure
 from load import Load
 from stacks import Rack, rack, wait_until_serving
 
 
 async def compare(args: argparse.Namespace, made: Rack) -> None:
     """Print a line per stack and their ratio."""
-    mock = made.mock(tokens_per_message=1)
-    stacks = [made.rollplane_worker(mock, kind=PER_TOKEN), made.dynamo(mock, kind=PER_TOKEN)]
+    mock = made.mock(tokens_per_message=1, stepwise=True)
+    stacks = [made.rollplane_worker(mock, kind=STEPWISE), made.dynamo(mock, kind=STEPWISE)]
     async with aiohttp.ClientSession() as session:
         for stack in stacks:
             await wait_until_serving(session, stack)

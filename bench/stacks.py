@@ -73,12 +73,12 @@ class Rack:
         """Start a command; its process id."""
         return self._stack.enter_context(processes.running(command, self.root / f"{name}.log", environment={})).pid
 
-    def mock(self, *, tokens_per_message: int, name: str = "mock") -> processes.Server:
+    def mock(self, *, tokens_per_message: int, name: str = "mock", stepwise: bool = False) -> processes.Server:
         """A mock vLLM gRPC server."""
         (port,) = processes.free_ports(1)
         command = [sys.executable, str(Path(__file__).with_name("mock_vllm.py")), "--port", str(port)]
         command += ["--model", str(shared_model("qwen3")), "--tokens-per-message", str(tokens_per_message)]
-        pid = self.run(command, name)
+        pid = self.run([*command, *(["--stepwise"] if stepwise else [])], name)
         return processes.Server(pid=pid, http_port=9, log=self.root / f"{name}.log", grpc_port=port)
 
     def vllm_rs(self, *, arguments: list[str]) -> processes.Server:
