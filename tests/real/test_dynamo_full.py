@@ -104,14 +104,15 @@ SAMPLINGS: list[dict[str, Any]] = [
 
 def answers_alike(theirs: processes.Server, worker: processes.Server) -> None:
     """Through Dynamo and past it, the second time from the cache that the first one filled."""
+    (model,) = deployment.models(theirs)
     for sampling in SAMPLINGS:
-        body = {"token_ids": PROMPT, "sampling_params": sampling}
+        body = {"model": model, "token_ids": PROMPT, "sampling_params": sampling}
         status, answer = deployment.generate(theirs, body)
         assert status == 200, (sampling, answer)
         status, alone = deployment.generate(worker, body)
         assert status == 200, (sampling, alone)
         same(answer, alone)
-    stopped = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 400, "seed": 3, "stop": ["e"]}}
+    stopped = {"model": model, "token_ids": PROMPT, "sampling_params": {"max_tokens": 400, "seed": 3, "stop": ["e"]}}
     _, answer = deployment.generate(theirs, stopped)
     assert deployment.passed(answer)["choices"][0]["stop_reason"] == "e"
 
@@ -126,7 +127,7 @@ def test_a_vllm_server_behind_our_worker_answers_as_it_does_without_dynamo(tmp_p
     ):
         engine = ["--engine", "vllm-grpc", "--grpc-endpoint", vllm.grpc_target, "--vllm-http-endpoint", vllm.http_url]
         with deployment.worker(kv, tmp_path / "vllm-worker.log", engine=engine, card="qwen3") as worker:
-            deployment.until(lambda: "roll" in deployment.models(theirs), theirs.log)
+            deployment.until(lambda: deployment.models(theirs), theirs.log)
             answers_alike(theirs, worker)
 
 
@@ -153,5 +154,5 @@ def test_vllm_in_our_worker_answers_as_it_does_without_dynamo(tmp_path: Path) ->
             start_s=180,
         ) as worker,
     ):
-        deployment.until(lambda: "roll" in deployment.models(theirs), theirs.log)
+        deployment.until(lambda: deployment.models(theirs), theirs.log)
         answers_alike(theirs, worker)
