@@ -158,7 +158,7 @@ class Sent:
         self.at = 0.0
 
 
-def load_of(seed: int, *, hints: bool) -> list[Sent]:
+def load_of(seed: int, *, hints: bool, longest: int) -> list[Sent]:
     """The requests of the `groups` workload."""
     rng = np.random.default_rng(seed)
     found = []
@@ -167,7 +167,7 @@ def load_of(seed: int, *, hints: bool) -> list[Sent]:
         for _ in range(SAMPLES):
             one = int(rng.integers(2**31))
             sampling = {
-                "max_tokens": int(rng.integers(SHORTEST, LONGEST + 1)),
+                "max_tokens": int(rng.integers(SHORTEST, longest + 1)),
                 "ignore_eos": True,
                 "temperature": 1.0,
                 "seed": one,
@@ -240,7 +240,7 @@ async def run(policy: str, seed: int, args: argparse.Namespace, root: Path) -> d
             url = f"http://127.0.0.1:{port}"
             await until_answered(f"{url}/health")
             await asyncio.sleep(2.0)  # their router says healthy before it has looked at the workers
-            load = load_of(seed, hints=args.hints)
+            load = load_of(seed, hints=args.hints, longest=args.longest)
             made_s = await send(url, load, args)
             spent_s = cpu_s(router.pid)
         finally:
@@ -329,6 +329,9 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=1)
     parser.add_argument("--slow", type=float, default=4.0)
+    parser.add_argument(
+        "--longest", type=int, default=LONGEST, help="longest output; short ones tell first tokens only"
+    )
     parser.add_argument("--policy", choices=[*OURS, *THEIRS], action="append")
     parser.add_argument("--no-hints", dest="hints", action="store_false")
     parser.add_argument("--worker-port", type=int, help=argparse.SUPPRESS)
