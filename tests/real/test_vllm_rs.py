@@ -5,6 +5,7 @@ import json
 import os
 import re
 import signal
+import urllib.error
 import urllib.request
 from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass
@@ -13,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.contract.grpc_over_mock import GRPC_LACKS
+from tests.e2e.server_support import serving
 from tests.models.tiny import shared_model
 from tests.real import processes
 
@@ -27,7 +29,9 @@ from rollplane.errors import (
 )
 from rollplane.protocol.events import ChoiceEvent
 from rollplane.protocol.response import GenerateResponse
+from rollplane.server.text import text_directory
 from rollplane.testing import CHECKS, Check, Subject, answer, make_request, run_check
+from rollplane.worker import Worker
 
 pytestmark = pytest.mark.timeout(120)
 
@@ -343,3 +347,31 @@ async def test_a_dead_server_ends_requests_and_shows_in_the_health(
     fresh = GrpcEngine(GrpcSettings(endpoint=server.grpc_target, start_timeout_s=0.5))
     with pytest.raises(EngineDied, match=r"not healthy within 0\.5 s"):
         await fresh.start()
+
+
+async def test_evaluations_read_as_the_servers_own_http_side_answers_them(
+    engine: GrpcEngine, server: processes.Server
+) -> None:
+    """The model that the server names is a directory here: its tokenizer and chat template are found there."""
+    assert text_directory(None, engine.info.model) == shared_model("qwen3", **MODEL)
+    tokens = {"prompt": PROMPT, "max_tokens": 12, "temperature": 0.0}
+    text = {**tokens, "prompt": "import os"}
+    async with serving(Worker(engine), tokenizer=shared_model("qwen3", **MODEL)) as served:
+        path = "/v1/completions"  # its chat route wants a token `<think>` of every Qwen3, which this tokenizer lacks
+        for body in (tokens, text):
+            theirs = await asyncio.to_thread(post, server.http_url + path, {**body, "model": engine.info.model})
+            async with served.post(path, body) as answer:
+                ours = await answer.json()
+            assert answer.status == 200, ours
+            assert ours["choices"][0]["text"] == theirs["choices"][0]["text"]
+            assert ours["usage"]["prompt_tokens"] == theirs["usage"]["prompt_tokens"]
+
+
+def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
+    request = urllib.request.Request(url, json.dumps(body).encode(), {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            found: dict[str, Any] = json.loads(answer.read())
+            return found
+    except urllib.error.HTTPError as error:
+        raise AssertionError((url, body, error.read())) from None
