@@ -15,6 +15,8 @@ from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any, Final, Literal
 
+import msgspec
+
 from rollplane.engines.base import WeightReceiver
 from rollplane.errors import Conflict, EngineFailed, RollplaneError, Unavailable
 from rollplane.protocol.admin import FlushReport, PauseMode, PauseReport, ResumeReport, StagedWeights, UpdateReport
@@ -193,7 +195,7 @@ class PolicyControl:
         async def work() -> StagedWeights:
             staged = await self.receiver.stage_weights(path)
             self._staged = {path: staged}
-            return staged
+            return _told(staged)
 
         return await self.operations.run(operation, ("stage", path), work, what="weight staging")
 
@@ -244,7 +246,7 @@ class PolicyControl:
             async with self._updates:
                 staged = await stage()
             self._staged = {source: staged}
-            return staged
+            return _told(staged)
 
         return await self.operations.run(operation, arguments, work, what="weight staging")
 
@@ -402,3 +404,8 @@ class PolicyControl:
         elif self._ready.is_set():
             self._ready = asyncio.Event()
         self._on_change()
+
+
+def _told(staged: StagedWeights) -> StagedWeights:
+    """What a caller gets and operations remember: without the engine's handle, which would keep a whole copy of the weights."""
+    return msgspec.structs.replace(staged, handle=None)

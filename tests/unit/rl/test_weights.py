@@ -1,12 +1,19 @@
 import asyncio
+import gc
+import weakref
 
 import pytest
 from tests.unit.rl.fakes import FakeReceiver
 from tests.waiting import until
 
 from rollplane.errors import Conflict, DeadlineExceeded, EngineDied, EngineFailed, InvalidRequest, Unavailable
+from rollplane.protocol.admin import StagedWeights
 from rollplane.rl.base import Operation
 from rollplane.rl.weights import TRANSITIONS, PolicyControl
+
+
+class Weights:
+    """What an engine stages."""
 
 
 def test_every_state_of_the_table_can_be_left_and_ready_is_entered_only_from_pauses() -> None:
@@ -238,3 +245,24 @@ async def test_an_engine_that_fails_to_resume_after_a_failed_pause_counts_as_pau
     assert control.state == "paused"
     await control.resume()
     assert control.state == "ready"
+
+
+async def test_what_is_remembered_of_a_staging_holds_no_weights() -> None:
+    """A fleet stages under a new operation name at every update: each would keep a whole copy of the model."""
+    receiver = FakeReceiver()
+    held: list[weakref.ref[Weights]] = []
+
+    async def stage(path: str) -> StagedWeights:
+        weights = Weights()
+        held.append(weakref.ref(weights))
+        return StagedWeights(path=path, digest=f"digest of {path}", tensors=1, bytes=1, handle=weights)
+
+    receiver.stage_weights = stage  # type: ignore[method-assign]
+    control = PolicyControl(receiver)
+    for step in range(1, 4):
+        staged = await control.stage(f"/ckpt/{step}", operation=Operation(id=f"update-{step}"))
+        assert staged.handle is None
+        await control.apply_staged(staged.digest, version=f"v{step}", operation=Operation(id=f"apply-{step}"))
+    gc.collect()
+
+    assert sum(weights() is not None for weights in held) <= 1  # the last, until the next replaces it
