@@ -81,6 +81,8 @@ def vllm_engine(model: str) -> Engine:
     from rollplane.engines.vllm.inprocess import VllmEngine
     from rollplane.engines.vllm.settings import VllmSettings
 
+    os.environ.setdefault("VLLM_CPU_KVCACHE_SPACE", "1")  # GiB; else most of the machine's memory
+    os.environ.setdefault("VLLM_NO_USAGE_STATS", "1")
     arguments = ("--enforce-eager", "--block-size", "32", "--enable-lora", "--max-loras", "2", "--max-cpu-loras", "6")
     settings = VllmSettings(
         model=model,
