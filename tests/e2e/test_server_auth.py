@@ -11,7 +11,8 @@ from rollplane.server.auth import Access
 from rollplane.worker import Worker
 
 PUBLIC = {"/health", "/liveness", "/ready"}
-DATA = {GENERATE, "/metrics", "/v1/models", "/v1/models/{name:path}", "/openapi.json", "/docs"}
+OPENAI = {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"}
+DATA = {GENERATE, "/metrics", "/v1/models", "/v1/models/{name:path}", "/openapi.json", "/docs", "/server_info", *OPENAI}
 
 
 def allowed(access: Access, key: str | None) -> int | None:

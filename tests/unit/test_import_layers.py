@@ -27,7 +27,7 @@ ALLOWED = {
         "rollplane.prove",
     ),
     "transformers": ("rollplane.engines.embedded", "rollplane.demo", "rollplane.prove", "rollplane.server.text"),
-    "peft": ("rollplane.engines.embedded",),
+    "peft": ("rollplane.engines.embedded", "rollplane.demo"),
     "vllm": ("rollplane.engines.vllm",),
     "grpc": ("rollplane.engines.grpc", "rollplane.cli"),
     "google.protobuf": ("rollplane.engines.grpc",),

@@ -1,13 +1,11 @@
 """`rollplane frontend`: many workers served as one."""
 
 import asyncio
-import dataclasses
 from pathlib import Path
 from typing import Final
 
 import aiohttp
 import structlog
-from starlette.types import ASGIApp
 
 from rollplane.config import FrontendSettings, ServerSettings, Settings, read_keys
 from rollplane.discovery.base import Discovery
@@ -29,7 +27,7 @@ from rollplane.router.router import Router, RouterSettings
 from rollplane.server import ops
 from rollplane.server.app import create_app
 from rollplane.server.auth import KeyRing, check_binding
-from rollplane.server.fleets import FleetPaths
+from rollplane.server.fleets import with_fleets
 from rollplane.server.metrics import Metrics
 from rollplane.server.service import Service
 from rollplane.server.text import Texts, text_directory
@@ -77,15 +75,14 @@ async def run_frontend(settings: Settings) -> None:
             texts=Texts(text_directory(server.tokenizer, about.initial_checkpoint)),
             admin_port=ops.port_of(admin_sock),
         )
-        app: ASGIApp = create_app(service)
-        if isinstance(engine, Models):
-            app = fleet_paths(app, service, engine)
+        app = create_app(service)
         announcing: list[asyncio.Task[None]] = []
 
         def ready() -> None:
             announcing.append(asyncio.create_task(announce(router, server, url=url, join_s=about.join_s)))
 
-        await ops.run(app, service, sock, admin_sock=admin_sock, on_ready=ready)
+        served = with_fleets(app, service, engine) if isinstance(engine, Models) else app
+        await ops.run(served, service, sock, admin_sock=admin_sock, on_ready=ready)
         for task in announcing:
             task.cancel()
         await asyncio.gather(*announcing, return_exceptions=True)
@@ -132,15 +129,6 @@ def make_router(
         discovery=discovery,
         make_worker=make_worker,
     )
-
-
-def fleet_paths(root: ASGIApp, service: Service, models: Models) -> FleetPaths:
-    """The root's app, and beside it the whole API of each fleet."""
-    apps: dict[str, ASGIApp] = {}
-    for name, router in models.routers.items():
-        one = dataclasses.replace(service, engine=router, admin=router.fleet, metrics=Metrics())
-        apps[name] = create_app(one)
-    return FleetPaths(root, apps)
 
 
 def urls_of(name: str, text: str) -> list[str]:

@@ -3,9 +3,15 @@
 The first fleet is what the root administers, so a trainer that knows one policy needs no prefix.
 """
 
+import dataclasses
 from collections.abc import Mapping
 
 from starlette.types import ASGIApp, Receive, Scope, Send
+
+from rollplane.router.models import Models
+from rollplane.server.app import create_app
+from rollplane.server.metrics import Metrics
+from rollplane.server.service import Service
 
 PREFIX = "/fleets/"
 
@@ -31,3 +37,14 @@ class FleetPaths:
                 await app({**scope, "path": inner, "raw_path": inner.encode()}, receive, send)
                 return
         await self.root(scope, receive, send)
+
+
+def with_fleets(root: ASGIApp, service: Service, models: Models) -> FleetPaths:
+    """The root's app, and beside it the whole API of each fleet."""
+    return FleetPaths(
+        root,
+        {
+            name: create_app(dataclasses.replace(service, engine=router, admin=router.fleet, metrics=Metrics()))
+            for name, router in models.routers.items()
+        },
+    )

@@ -102,9 +102,11 @@ async def test_an_instant_request_that_hangs_keeps_its_tokens() -> None:
 
 
 async def test_a_dying_engine_takes_every_request_along() -> None:
-    engine = await faulty(Fault(kind="die", request_id="killer", after_tokens=2), step_s=0.001)
+    clock = FakeClock()
+    engine = await faulty(Fault(kind="die", request_id="killer", after_tokens=2), clock=clock, step_s=1.0)
     requests = [whole(stream=True), whole(), whole(stream=True, request_id="killer")]
     async with watching(engine, *requests) as watches:
+        await clock.advance(3.0)
         for watch in watches:
             with pytest.raises(EngineDied, match="scripted to die on request killer"):
                 await watch.answer()
