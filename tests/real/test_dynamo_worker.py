@@ -2,7 +2,9 @@
 
 import base64
 import concurrent.futures
+import itertools
 import json
+import random
 import socket
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -147,22 +149,33 @@ def test_completions_are_tokenized_by_dynamo_and_made_by_us(rig: Rig) -> None:
 @pytest.mark.parametrize("scope", [{}, {"cache_salt": "v7"}, {"features": IMAGE}], ids=["text", "salt", "image"])
 @pytest.mark.parametrize("warm", [0, 1])
 def test_the_router_finds_the_worker_that_has_a_prompt_cached(rig: Rig, scope: dict[str, Any], warm: int) -> None:
-    """One worker is warmed past Dynamo, so that its router can know of it by our events alone."""
-    prompt = [7 + (len(str(scope)) + warm * 131 + 17 * i) % 900 for i in range(160)]
-    if "features" in scope:
+    """One worker is warmed past Dynamo, so that its router can know of it by our events alone.
+
+    An event takes a moment, and a prompt that came before its event is cached on both: then other prompts are tried.
+    """
+    seeds = itertools.count(10_000 * warm)
+
+    def all_hit() -> bool:
+        prompts = [fresh_prompt(next(seeds), image="features" in scope) for _ in range(12)]
+        bodies = [{"token_ids": prompt, "sampling_params": {"max_tokens": 1}, **scope} for prompt in prompts]
+        for body in bodies:
+            assert deployment.generate(rig.workers[warm], body)[0] == 200
+        answers = [
+            deployment.generate(rig.theirs, {**body, "token_ids": [*body["token_ids"], 8, 9]}) for body in bodies
+        ]
+        found = [deployment.passed(answer) for _, answer in answers]
+        cached = [each["usage"]["prompt_tokens_details"]["cached_tokens"] for each in found]
+        return {each["worker"] for each in found} == {"ab"[warm]} and set(cached) == {160}
+
+    deployment.until(all_hit, rig.theirs.log, timeout_s=20)
+
+
+def fresh_prompt(seed: int, *, image: bool) -> list[int]:
+    """160 tokens that no other seed begins with."""
+    prompt = random.Random(seed).choices(range(7, 900), k=160)
+    if image:
         prompt[20:24] = [IMAGE_PAD_ID] * 4
-    body = {"token_ids": prompt, "sampling_params": {"max_tokens": 1}, **scope}
-    assert deployment.generate(rig.workers[warm], body)[0] == 200
-
-    def hit() -> bool:
-        _, found = deployment.generate(rig.theirs, {**body, "token_ids": [*prompt, 8, 8, 8]})
-        return bool(deployment.passed(found)["worker"] == "ab"[warm])
-
-    deployment.until(hit, rig.theirs.log, timeout_s=10)
-    for tail in range(10, 16):
-        _, found = deployment.generate(rig.theirs, {**body, "token_ids": [*prompt, tail, 9]})
-        assert deployment.passed(found)["worker"] == "ab"[warm]
-        assert deployment.passed(found)["usage"]["prompt_tokens_details"]["cached_tokens"] == 160
+    return prompt
 
 
 def test_an_adapter_is_a_model_while_it_is_loaded(rig: Rig) -> None:

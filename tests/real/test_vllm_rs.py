@@ -321,34 +321,6 @@ async def test_the_world_size_comes_from_http_where_grpc_does_not_say_it(server:
         await find_world_size(old, GrpcSettings(http_endpoint=server.http_url + "/none/"))
 
 
-# -- death, last: the server does not come back ----------------------------------------------------------------------
-
-
-async def test_a_dead_server_ends_requests_and_shows_in_the_health(
-    engine: GrpcEngine, server: processes.Server
-) -> None:
-    task = asyncio.create_task(ask(engine, max_tokens=ENDLESS, ignore_eos=True))
-    stream = engine.generate(make_request(PROMPT, max_tokens=ENDLESS, ignore_eos=True, stream=True))
-    async for event in stream:  # its first token says that both run: they are stepped together
-        if isinstance(event, ChoiceEvent):
-            break
-    os.kill(server.pid, signal.SIGKILL)
-
-    with pytest.raises(EngineDied):
-        await task
-    with pytest.raises(EngineDied):
-        async for _ in stream:
-            pass
-    health = await engine.health()
-    assert (health.alive, health.state) == (False, "failed")
-    with pytest.raises(EngineDied):
-        await ask(engine, max_tokens=1)
-    await engine.close()
-    fresh = GrpcEngine(GrpcSettings(endpoint=server.grpc_target, start_timeout_s=0.5))
-    with pytest.raises(EngineDied, match=r"not healthy within 0\.5 s"):
-        await fresh.start()
-
-
 async def test_evaluations_read_as_the_servers_own_http_side_answers_them(
     engine: GrpcEngine, server: processes.Server
 ) -> None:
@@ -375,3 +347,31 @@ def post(url: str, body: dict[str, Any]) -> dict[str, Any]:
             return found
     except urllib.error.HTTPError as error:
         raise AssertionError((url, body, error.read())) from None
+
+
+# -- death, last: the server does not come back ----------------------------------------------------------------------
+
+
+async def test_a_dead_server_ends_requests_and_shows_in_the_health(
+    engine: GrpcEngine, server: processes.Server
+) -> None:
+    task = asyncio.create_task(ask(engine, max_tokens=ENDLESS, ignore_eos=True))
+    stream = engine.generate(make_request(PROMPT, max_tokens=ENDLESS, ignore_eos=True, stream=True))
+    async for event in stream:  # its first token says that both run: they are stepped together
+        if isinstance(event, ChoiceEvent):
+            break
+    os.kill(server.pid, signal.SIGKILL)
+
+    with pytest.raises(EngineDied):
+        await task
+    with pytest.raises(EngineDied):
+        async for _ in stream:
+            pass
+    health = await engine.health()
+    assert (health.alive, health.state) == (False, "failed")
+    with pytest.raises(EngineDied):
+        await ask(engine, max_tokens=1)
+    await engine.close()
+    fresh = GrpcEngine(GrpcSettings(endpoint=server.grpc_target, start_timeout_s=0.5))
+    with pytest.raises(EngineDied, match=r"not healthy within 0\.5 s"):
+        await fresh.start()
