@@ -56,4 +56,6 @@ def demo(
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
+    signal.raise_signal(
+        signal.SIGINT
+    )  # asyncio cancels the main task then; an error raised here may be lost in a callback
