@@ -7,6 +7,7 @@ arrays of `rollplane.demo.rollouts.Rollouts`. Nothing else is read.
 
 import json
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -57,13 +58,18 @@ def recompute(directory: Path) -> dict[str, Any]:
 
 def main() -> int:
     """Print the figures as JSON; exit code 1 where the run is not whole, 2 on a wrong call."""
+    return print_figures(recompute, module="rollplane.demo.recompute")
+
+
+def print_figures(of: Callable[[Path], Any], *, module: str) -> int:
+    """Print as JSON what `of` makes of the directory on the command line of `module`; the exit code, as `main`'s."""
     if len(sys.argv) != 2:
-        sys.stderr.write("usage: python -m rollplane.demo.recompute DIR\n")
+        sys.stderr.write(f"usage: python -m {module} DIR\n")
         return 2
     torch.set_num_threads(1)
     transformers.utils.logging.disable_progress_bar()
     try:
-        figures = recompute(Path(sys.argv[1]))
+        figures = of(Path(sys.argv[1]))
     except RollplaneError as error:
         sys.stderr.write(f"recompute: {error.message}\n")
         return 1

@@ -4,17 +4,14 @@ Read are `dense/checkpoints/v0` to `v3` with `dense/step-0.npz` to `step-3.npz`,
 `lora/step-0.npz` to `step-3.npz`, and `moe` as `rollplane.demo.recompute` reads it; runs that are not there are left out.
 """
 
-import json
 import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-import transformers
-
+from rollplane.demo.recompute import print_figures
 from rollplane.demo.recompute import recompute as recompute_moe
 from rollplane.demo.rollouts import Rollouts
-from rollplane.errors import NotFound, RollplaneError
+from rollplane.errors import NotFound
 from rollplane.prove.policy import compare, load_policy
 from rollplane.prove.runs import STEPS, with_adapter
 
@@ -56,18 +53,7 @@ def _figures(directory: Path, kl: Any) -> dict[str, list[float | None]]:
 
 def main() -> int:
     """Print the figures as JSON; exit code 1 where the proof is not whole, 2 on a wrong call."""
-    if len(sys.argv) != 2:
-        sys.stderr.write("usage: python -m rollplane.prove.recompute DIR\n")
-        return 2
-    torch.set_num_threads(1)
-    transformers.utils.logging.disable_progress_bar()
-    try:
-        figures = recompute(Path(sys.argv[1]))
-    except RollplaneError as error:
-        sys.stderr.write(f"recompute: {error.message}\n")
-        return 1
-    sys.stdout.write(json.dumps(figures, indent=2) + "\n")
-    return 0
+    return print_figures(recompute, module="rollplane.prove.recompute")
 
 
 if __name__ == "__main__":
