@@ -30,6 +30,7 @@ class Placed:
         worker = WorkerLoad(
             url="http://worker",
             policy_version="v1",
+            policy_lag=0,
             routable=True,
             circuit=circuit,
             sequences=1,

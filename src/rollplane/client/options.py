@@ -15,7 +15,8 @@ class GenerateOptions(TypedDict, total=False):
     group_id, session_id: keep the samples of one problem, the turns of one conversation, near their cache.
     traffic_class: whose share of a full fleet this counts against: train (the default), eval or another name.
     routed_experts, sampling_mask: absent = what the server gives, True = required, False = left out.
-    policy_version: exactly this version; min_policy_version: this one or a later one.
+    policy_version: exactly this version; min_policy_version: this one or a later one;
+    max_policy_lag: at most so many of the fleet's updates behind the newest.
     cache_salt: separates prefix caches. priority: lower is earlier.
     features: processed media, the wire envelope or a list of `MediaItem`. content_parts: raw media.
     return_token_ids: the prompt as the engine ran it. exact_spans: version boundaries that are never unknown.
@@ -34,6 +35,7 @@ class GenerateOptions(TypedDict, total=False):
     sampling_mask: bool | None
     policy_version: str | None
     min_policy_version: str | None
+    max_policy_lag: int | None
     cache_salt: str | None
     priority: int | None
     features: Mapping[str, Any] | Iterable[MediaItem] | None

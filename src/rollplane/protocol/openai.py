@@ -14,7 +14,7 @@ from msgspec import UNSET
 from rollplane.errors import InvalidRequest, RollplaneError
 from rollplane.protocol.arrays import INT32_MAX, Int32Array
 from rollplane.protocol.opaque import check_opaque
-from rollplane.protocol.request import MAX_SALT_CHARS, RequestOptions, StreamOptions
+from rollplane.protocol.request import MAX_SALT_CHARS, RequestLimits, RequestOptions, StreamOptions, check_options
 from rollplane.protocol.sampling import (
     FIELD_NAMES,
     OPAQUE_FIELDS,
@@ -23,7 +23,6 @@ from rollplane.protocol.sampling import (
     check_sampling,
     invalid_from_msgspec,
 )
-from rollplane.protocol.versions import check_version_name
 
 MAX_PROMPTS: Final = 1024
 MAX_MESSAGES: Final = 65_536
@@ -250,12 +249,8 @@ def _check_common(body: EvaluationBody) -> None:
         )
     if body.priority is not None and not -(2**31) <= body.priority < 2**31:
         raise InvalidRequest(f"priority must be a 32-bit integer, got {body.priority}", param="priority")
-    options = body.rollplane
-    if options is not None:
-        for name in ("min_policy_version", "policy_version"):
-            version = getattr(options, name)
-            if version is not None:
-                check_version_name(version, param=f"rollplane.{name}")
+    if body.rollplane is not None:
+        check_options(body.rollplane, max_deadline_s=RequestLimits().max_deadline_s)
 
 
 def _structure(body: EvaluationBody) -> dict[str, Any] | None:

@@ -32,6 +32,7 @@ MAX_TRANSFER_BYTES: Final = 1 << 20
 MAX_CONTENT_PARTS: Final = 256
 MAX_EXTRA_FIELDS: Final = 64
 MAX_TRACEPARENT_CHARS: Final = 256
+MAX_POLICY_LAG: Final = 1_000_000
 
 Encoding = Literal["structured", "npy"]
 
@@ -40,11 +41,13 @@ class RequestOptions(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
     """The `rollplane` object of a request; None where the caller left a field out or sent null.
 
     `routed_experts` and `sampling_mask`: None = what the server gives, True = required, False = left out.
-    `deadline_s` counts from the arrival of the request.
+    `max_policy_lag`: how many of the fleet's updates the version may be behind the newest. `deadline_s` counts from the
+    arrival of the request.
     """
 
     min_policy_version: str | None = None
     policy_version: str | None = None
+    max_policy_lag: int | None = None
     group_id: str | None = None
     session_id: str | None = None
     traffic_class: str | None = None
@@ -463,15 +466,6 @@ def _header_text(text: str | None, *, name: str) -> str | None:
 
 def _options(fields: _Body, *, session: str | None, limits: RequestLimits) -> RequestOptions:
     options: RequestOptions = fields.known("rollplane") or RequestOptions()
-    for name in ("min_policy_version", "policy_version"):
-        version = getattr(options, name)
-        if version is not None:
-            check_version_name(version, param=f"rollplane.{name}")
-    if options.min_policy_version is not None and options.policy_version is not None:
-        raise InvalidRequest(
-            "rollplane.min_policy_version and rollplane.policy_version exclude each other",
-            param="rollplane.min_policy_version",
-        )
     if session is not None:
         if options.session_id is not None and options.session_id != session:
             raise InvalidRequest(
@@ -479,15 +473,39 @@ def _options(fields: _Body, *, session: str | None, limits: RequestLimits) -> Re
                 param="rollplane.session_id",
             )
         options.session_id = session
+    check_options(options, max_deadline_s=limits.max_deadline_s)
+    return options
+
+
+def check_options(options: RequestOptions, *, max_deadline_s: float) -> None:
+    """Hold the `rollplane` object to its rules.
+
+    Raises:
+        InvalidRequest: naming the field, the value's kind and the limit.
+    """
+    for name in ("min_policy_version", "policy_version"):
+        version = getattr(options, name)
+        if version is not None:
+            check_version_name(version, param=f"rollplane.{name}")
+    for name in ("min_policy_version", "max_policy_lag"):
+        if getattr(options, name) is not None and options.policy_version is not None:
+            raise InvalidRequest(
+                f"rollplane.{name} and rollplane.policy_version exclude each other", param=f"rollplane.{name}"
+            )
+    lag = options.max_policy_lag
+    if lag is not None and not 0 <= lag <= MAX_POLICY_LAG:
+        raise InvalidRequest(
+            f"rollplane.max_policy_lag must be an integer in [0, {MAX_POLICY_LAG}], got {lag}",
+            param="rollplane.max_policy_lag",
+        )
     for name in ("group_id", "session_id", "traffic_class"):
         _name(getattr(options, name), param=f"rollplane.{name}")
     deadline_s = options.deadline_s
-    if deadline_s is not None and not (math.isfinite(deadline_s) and 0 < deadline_s <= limits.max_deadline_s):
+    if deadline_s is not None and not (math.isfinite(deadline_s) and 0 < deadline_s <= max_deadline_s):
         raise InvalidRequest(
-            f"rollplane.deadline_s must be in (0, {limits.max_deadline_s:g}] seconds, got {deadline_s!r}",
+            f"rollplane.deadline_s must be in (0, {max_deadline_s:g}] seconds, got {deadline_s!r}",
             param="rollplane.deadline_s",
         )
-    return options
 
 
 def _features(fields: _Body, *, prompt_tokens: int, limits: RequestLimits) -> list[MediaItem] | None:

@@ -151,6 +151,8 @@ class Member:
         """It was fenced because it could not be heard, not for what it did: once heard, it is brought up to date."""
         self.unsettled = False
         """It may still carry out a command that it never answered: it serves again only after a later one was carried out."""
+        self.seen: str | None = None
+        """The version that this process of it served when it was last looked at; None before that."""
         self.before: tuple[str, str | None] | None = None
         """Version and digest it had before the last update."""
         self.since = time.monotonic()

@@ -102,6 +102,22 @@ class Roster:
             return self.checkpoint.version
         return None if self.sequence is None else self.sequence.current
 
+    def lag(self, version: str | None) -> int | None:
+        """How many updates a worker's version is behind the newest; None where that is not known.
+
+        It is known of every version once the fleet itself updates. While workers are only observed, a version that one
+        brought along when it joined has no place in the order before a worker was seen to change to it.
+        """
+        if version is None or self.sequence is None or self._unordered():
+            return None
+        return self.sequence.lag(version)
+
+    def _unordered(self) -> list[str]:
+        """Versions that serve and have no place in the order."""
+        versions = [m.version for m in self._members.values() if m.state == "current" and m.worker.reachable]
+        numbered = self.sequence
+        return [v for v in versions if v is not None and numbered is not None and numbered.number(v) is None]
+
     @property
     def held_for(self) -> str | None:
         """Why no request may be placed now, None where it may."""
@@ -189,6 +205,7 @@ class Roster:
             if member.instance is not None:
                 member.worker.drop_requests(f"worker {member.url} was restarted")
                 member.paused_here = member.unsettled = False
+                member.seen = None
             member.instance = heard.instance
             if member.state != "joining":
                 member.enter("joining", "restarted")
@@ -212,7 +229,7 @@ class Roster:
         if self._is_current(member):
             self._stop_catching_up(member.url)
             member.enter("current")
-            self._observe(member.version)
+            self._observe(member)
         elif not member.worker.reachable:
             member.reason = "cannot be reached"
         elif member.url not in self._catching_up and member.url not in self._retries:
@@ -318,8 +335,16 @@ class Roster:
             raise Unavailable(f"no worker can be reached: {self._why()}")
         return found
 
-    def _observe(self, version: str | None) -> None:
-        if version is not None and (self.sequence is None or self.sequence.number(version) is None):
+    def _observe(self, member: Member) -> None:
+        """Put a version that was never heard of into the order, where its place is known: behind all, for a worker that
+        changed to it, and for one beside whom no other version serves.
+        """
+        version, before, member.seen = member.version, member.seen, member.version
+        if version is None or (self.sequence is not None and self.sequence.number(version) is not None):
+            return
+        changed = before is not None and before != version
+        others = {m.version for m in self._members.values() if m.state == "current" and m.worker.reachable} - {version}
+        if changed or self.sequence is None or not others:
             self._advance(version)
 
     def _advance(self, version: str) -> None:

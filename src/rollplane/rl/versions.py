@@ -37,6 +37,11 @@ class VersionSequence:
                 del self._numbers[next(iter(self._numbers))]
         return self._numbers[version]
 
+    def lag(self, version: str) -> int | None:
+        """How many numbers a version is behind the newest; None for one that has none."""
+        number = self.number(version)
+        return None if number is None else self._numbers[self._current] - number
+
     def at_least(self, version: str, wanted: str) -> bool:
         """Whether `version` is `wanted` or came after it. An unknown `wanted` has not happened yet: False."""
         have, need = self.number(version), self.number(wanted)

@@ -1,6 +1,6 @@
 """Which workers may serve a request at all: version and adapter, held against what each last told. Pure."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -22,8 +22,8 @@ class Fit(msgspec.Struct, frozen=True, kw_only=True):
 def fitting(request: GenerateRequest, workers: Sequence[RoutedWorker], fleet: Fleet) -> Fit:
     """The workers that satisfy a request now.
 
-    A fleet that is held, starting or between versions is waited for; a version that nobody has while all serve is a
-    refusal with the versions that exist, and a fleet that is asleep or failed is one too.
+    A fleet that is held, starting or between versions is waited for; so is, by a request with a deadline, a version that
+    nobody has. Without one that is a refusal with the versions that exist; a fleet that is asleep or failed always is.
     """
     if fleet.held_for is not None:
         return _wait(f"requests are held for a {fleet.held_for}")
@@ -32,9 +32,10 @@ def fitting(request: GenerateRequest, workers: Sequence[RoutedWorker], fleet: Fl
     routable = [worker for worker in workers if worker.member.routable]
     if not routable:
         return _none_routable(workers)
-    found = [worker for worker in routable if _has_version(request, worker, fleet)]
+    lags = None if request.options.max_policy_lag is None else {v: fleet.lag(v) for v in {w.version for w in routable}}
+    found = [worker for worker in routable if _has_version(request, worker, fleet, lags)]
     if not found:
-        return _no_version(request, workers, routable)
+        return _no_version(request, workers, routable, fleet)
     if request.model is not None and request.model in fleet.adapter_paths:
         # An adapter nobody here loaded may still be known to a worker, which then answers for itself.
         with_adapter = [worker for worker in found if worker.has_adapter(request.model)]
@@ -50,16 +51,22 @@ def circuits(workers: Sequence[RoutedWorker]) -> list[RoutedWorker]:
     return admitted or list(workers)
 
 
-def _has_version(request: GenerateRequest, worker: RoutedWorker, fleet: Fleet) -> bool:
+def _has_version(
+    request: GenerateRequest, worker: RoutedWorker, fleet: Fleet, lags: Mapping[str | None, int | None] | None
+) -> bool:
     options = request.options
     version = worker.version
     if version is None:
         return False
     if options.policy_version is not None:
         return version == options.policy_version
-    if options.min_policy_version is not None:
-        return fleet.sequence is not None and fleet.sequence.at_least(version, options.min_policy_version)
-    return True
+    least, most = options.min_policy_version, options.max_policy_lag
+    if least is not None and (fleet.sequence is None or not fleet.sequence.at_least(version, least)):
+        return False
+    if most is None or lags is None:
+        return True
+    lag = lags[version]
+    return lag is not None and lag <= most
 
 
 def _none_routable(workers: Sequence[RoutedWorker]) -> Fit:
@@ -82,20 +89,38 @@ def _place(worker: RoutedWorker, told: str | None) -> str:
     return f"{told}" if member.state == "current" else f"{member.state} ({member.reason or told})"
 
 
-def _no_version(request: GenerateRequest, workers: Sequence[RoutedWorker], routable: Sequence[RoutedWorker]) -> Fit:
-    exact = request.options.policy_version
-    name = "policy_version" if exact is not None else "min_policy_version"
-    wanted = f"{exact!r}" if exact is not None else f"{request.options.min_policy_version!r} or later"
+def _no_version(
+    request: GenerateRequest, workers: Sequence[RoutedWorker], routable: Sequence[RoutedWorker], fleet: Fleet
+) -> Fit:
+    options = request.options
     versions = sorted({worker.version for worker in routable if worker.version is not None})
+    lags = {version: fleet.lag(version) for version in versions}
+    details: dict[str, object] = {"policy_versions": versions}
+    wanted = []
+    name = "policy_version"
+    if options.policy_version is not None:
+        wanted.append(f"policy version {options.policy_version!r}")
+    if options.min_policy_version is not None:
+        name = "min_policy_version"
+        wanted.append(f"policy version {options.min_policy_version!r} or later")
+    there = ", ".join(map(repr, versions))
+    if options.max_policy_lag is not None:
+        name = "max_policy_lag"
+        newest = None if fleet.sequence is None else fleet.sequence.current
+        wanted.append(f"a version at most {options.max_policy_lag} updates behind the newest, {newest!r}")
+        there = ", ".join(
+            f"{v!r} ({'its order is not known' if n is None else f'{n} behind'})" for v, n in lags.items()
+        )
+        details |= {"newest": newest, "lags": lags}
     error = PreconditionFailed(
-        f"rollplane.{name}: no worker has policy version {wanted}; there is {', '.join(map(repr, versions))}",
+        f"rollplane.{name}: no worker has {' and '.join(wanted)}; there is {there}",
         param=f"rollplane.{name}",
-        details={"policy_versions": versions},
+        details=details,
     )
     changing = any(
         worker.member.state in ("joining", "updating") and worker.member.worker.reachable for worker in workers
     )
-    return Fit(workers=[], verdict="wait" if changing else "refuse", error=error)
+    return Fit(workers=[], verdict="wait" if changing or options.deadline_s is not None else "refuse", error=error)
 
 
 def _wait(why: str) -> Fit:

@@ -1,5 +1,7 @@
 """What placement knows at a moment: each worker's load and cache, and how well the caches were foreseen."""
 
+from collections.abc import Callable
+
 import msgspec
 
 from rollplane.router.health import CircuitState
@@ -11,12 +13,13 @@ from rollplane.router.worker import RoutedWorker
 
 
 class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
-    """One worker. `sequences`, `prompt_tokens`: placed from here and not ended. `load`: sequences it works on, also of other
+    """One worker. `policy_lag`: updates its version is behind the newest, None where its order is not known. `sequences`, `prompt_tokens`: placed from here and not ended. `load`: sequences it works on, also of other
     frontends. `cached_blocks`, `pending_tokens`: None where the policy follows no caches.
     """
 
     url: str
     policy_version: str | None
+    policy_lag: int | None
     routable: bool
     circuit: CircuitState
     sequences: int
@@ -35,8 +38,10 @@ class PlacementReport(msgspec.Struct, frozen=True, kw_only=True):
     index: IndexSizes | None = None
 
 
-def placement_report(policy: Policy, workers: list[RoutedWorker], observed: Observed) -> PlacementReport:
-    """The report of now."""
+def placement_report(
+    policy: Policy, workers: list[RoutedWorker], observed: Observed, *, lag: Callable[[str | None], int | None]
+) -> PlacementReport:
+    """The report of now. `lag`: how far a version is behind."""
     index = policy.index if isinstance(policy, PrefixAware) else None
     pending = {} if index is None else index.pending_tokens()
     return PlacementReport(
@@ -47,6 +52,7 @@ def placement_report(policy: Policy, workers: list[RoutedWorker], observed: Obse
             WorkerLoad(
                 url=worker.url,
                 policy_version=worker.version,
+                policy_lag=lag(worker.version),
                 routable=worker.member.routable,
                 circuit=worker.circuit.state,
                 sequences=worker.sequences,

@@ -174,7 +174,7 @@ class Router:
 
     def placement(self) -> PlacementReport:
         """Each worker's load and cache as placement sees them now."""
-        return placement_report(self.policy, self.workers, self.observed)
+        return placement_report(self.policy, self.workers, self.observed, lag=self.fleet.lag)
 
     async def health(self) -> EngineHealth:
         """The fleet's health: ready as soon as one worker can take requests."""
@@ -455,9 +455,10 @@ class Router:
         changes: dict[str, float | None] = {}
         if ends is not None:
             changes["deadline_s"] = max(ends - time.monotonic(), 0.001)
-        if options.min_policy_version is not None:
-            # "At least" is the fleet's to judge: a worker does not know the order of versions it never had.
-            changes["min_policy_version"] = None
+        for name in ("min_policy_version", "max_policy_lag"):
+            # The fleet's to judge: a worker does not know the order of versions it never had.
+            if getattr(options, name) is not None:
+                changes[name] = None
         if changes:
             options = msgspec.structs.replace(options, **changes)
         return msgspec.structs.replace(
@@ -470,7 +471,8 @@ class Router:
 
     def _expected(self, request: GenerateRequest, worker: RoutedWorker) -> str | None:
         options = request.options
-        if self.fleet.checkpoint is not None or options.min_policy_version or options.policy_version:
+        bounded = options.min_policy_version or options.policy_version or options.max_policy_lag is not None
+        if self.fleet.checkpoint is not None or bounded:
             return worker.version
         return None  # workers are only observed: whatever it has is right
 

@@ -41,6 +41,7 @@ class PlacementCollector(Collector):
             "prompt_tokens": ("prompt_tokens_in_flight", "Prompt tokens placed from here and not ended"),
             "cached_blocks": ("cached_blocks", "Blocks a worker said it caches"),
             "pending_tokens": ("pending_prompt_tokens", "Prompt tokens placed whose blocks are not reported yet"),
+            "policy_lag": ("policy_lag", "Updates that a worker's version is behind the newest"),
             "routable": ("routable", "1 while a worker may get requests"),
         }
         for field, (name, text) in gauges.items():

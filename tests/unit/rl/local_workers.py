@@ -3,6 +3,7 @@
 import asyncio
 from collections.abc import Callable
 
+from rollplane.engines.base import Engine
 from rollplane.engines.mock.engine import MockEngine
 from rollplane.engines.mock.settings import MockSettings
 from rollplane.errors import TransportError
@@ -24,11 +25,11 @@ from rollplane.worker import Worker, WorkerSettings
 class LocalWorker:
     """A `FleetWorker`; `cut` makes it unreachable, `mend` reachable again, `restart` gives it a new engine."""
 
-    def __init__(self, url: str, settings: MockSettings | None = None) -> None:
+    def __init__(self, url: str, settings: MockSettings | None = None, *, engine: Engine | None = None) -> None:
         self.url = url
         self.settings = settings or MockSettings()
         self.mock = MockEngine(self.settings)
-        self.worker = Worker(self.mock, settings=WorkerSettings(name=url, system_url=url))
+        self.worker = Worker(engine or self.mock, settings=WorkerSettings(name=url, system_url=url))
         self.state: WorkerState | None = None
         self.reachable = False
         self.dropped: list[str] = []
