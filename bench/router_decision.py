@@ -66,7 +66,7 @@ async def routed_workers(count: int, *, max_model_len: int) -> tuple[Fleet, list
 
 def stored(tokens: np.ndarray, version: str) -> BlocksStored:
     """The event of a whole prompt."""
-    salt = engine_salt(None, policy_version=version)
+    salt = engine_salt(None, scope=version)
     whole = tokens[: tokens.size - tokens.size % BLOCK_TOKENS]
     keys = block_keys(whole, block_tokens=BLOCK_TOKENS, salt=salt)
     return BlocksStored(hashes=keys, parent=None, token_ids=whole, block_tokens=BLOCK_TOKENS, salt=salt)

@@ -23,6 +23,8 @@ ROUTING_PAD_MASK: Final = 2**30 - 1
 SALT_DOMAIN: Final = b"rollplane.salt.v1"
 ADAPTER_DOMAIN: Final = b"rollplane.adapter.v1"
 BLOCK_DOMAIN: Final = b"rollplane.block.v1"
+MAX_SCOPES: Final = 65_536
+"""Version names whose uses are counted; the longest unused are let go first."""
 
 
 def media_identity(modality: str, raw: bytes) -> str:
@@ -92,15 +94,53 @@ def routing_tokens(token_ids: Int32Array, items: Iterable[MediaItem]) -> Int32Ar
     return token_ids if out is None else out
 
 
-def engine_salt(client_salt: str | None, *, policy_version: str | None) -> str | None:
-    """The salt an engine gets: the client's, scoped by the policy version where the server isolates by version.
+class CacheScope:
+    """What cached KV belongs to: one name for each time that weights, or a label, became current.
+
+    A version name may come back with other weights (a roll-back, a second run), and a kept request still holds blocks of
+    its first use: so the first use is scoped by the name itself, later ones by the name and a number. Workers that saw a name
+    as often agree, whatever else they saw, and a router computes their block keys once.
+
+    Args:
+        version: the version in place.
+        life: made up anew by whoever takes over an engine whose earlier versions it does not know; "" elsewhere.
+    """
+
+    def __init__(self, version: str, *, life: str = "") -> None:
+        self._uses: dict[str, int] = {version: 1}
+        self._forgotten = 0
+        self._life = life
+        self._current = version
+
+    def __repr__(self) -> str:
+        return f"<CacheScope {self.current!r}>"
+
+    @property
+    def current(self) -> str:
+        """The scope of what is computed now, for `engine_salt`. NUL is in no version name."""
+        uses = self._uses[self._current]
+        if self._life:
+            return f"{self._current}\0{uses}\0{self._life}"
+        return self._current if uses == 1 else f"{self._current}\0{uses}"
+
+    def renew(self, version: str) -> None:
+        """Weights were put in place under this name, or the name was given to those in place."""
+        # A name that was let go was used at most `_forgotten` times, so it never gets a number again that it had.
+        self._uses[version] = self._uses.pop(version, self._forgotten) + 1
+        self._current = version
+        while len(self._uses) > MAX_SCOPES:
+            self._forgotten = max(self._forgotten, self._uses.pop(next(iter(self._uses))))
+
+
+def engine_salt(client_salt: str | None, *, scope: str | None) -> str | None:
+    """The salt an engine gets: the client's, within a `CacheScope` where the server isolates versions.
 
     Frontend and worker both use this, so predicted and actual block keys agree. None: no salt at all.
     """
-    if policy_version is None:
+    if scope is None:
         return client_salt
     digest = hashlib.sha256(SALT_DOMAIN)
-    for part in (policy_version, client_salt or ""):
+    for part in (scope, client_salt or ""):
         data = part.encode()
         digest.update(struct.pack(">Q", len(data)) + data)
     return "rp-" + digest.hexdigest()[:32]

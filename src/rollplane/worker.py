@@ -16,7 +16,15 @@ from typing import Final
 import msgspec
 
 from rollplane.admission import check_request, effective_sampling, request_warnings
-from rollplane.engines.base import AdapterHost, BroadcastReceiver, Engine, KvEventSource, WeightReceiver
+from rollplane.engines.base import (
+    AdapterHost,
+    BroadcastReceiver,
+    Engine,
+    IsolatesVersions,
+    KvEventSource,
+    OutlivesWorker,
+    WeightReceiver,
+)
 from rollplane.engines.wrappers.key_book import KeyBook
 from rollplane.engines.wrappers.live import KeepLimits, LiveRequests
 from rollplane.errors import Conflict, DeadlineExceeded, EngineProtocolError, InvalidRequest, NotFound, Unavailable
@@ -88,6 +96,7 @@ class Worker:
         self.broadcast: BroadcastControl | None = None
         self.adapter_table: AdapterTable | None = None
         self.keys = KeyBook()
+        self._isolating: IsolatesVersions | None = None
         self._live = LiveRequests(_Admitted(self), keep=self.settings.keep)
         self._sequence = VersionSequence("default")
         self._changed = asyncio.Event()
@@ -120,11 +129,13 @@ class Worker:
         return self.policy.version if self.policy is not None else "default"
 
     @property
-    def salts_by_version(self) -> bool:
-        """Whether the engine's salt is scoped by the policy version, here or in the engine; see `identity.engine_salt`."""
-        if getattr(self.engine, "isolates_versions", False):
-            return bool(getattr(getattr(self.engine, "settings", None), "isolate_by_version", True))
-        return self.settings.isolate_by_version
+    def salt_scope(self) -> str | None:
+        """What scopes the engine's salt now, here or in the engine (see `identity.engine_salt`); None: nothing does."""
+        if self._isolating is not None:
+            return self._isolating.salt_scope
+        if not self.settings.isolate_by_version:
+            return None
+        return self.policy.scope.current if self.policy is not None else self.version
 
     @property
     def says_kv_events(self) -> bool:
@@ -144,8 +155,11 @@ class Worker:
     async def start(self) -> None:
         """Start the engine and take charge of its policy and adapters."""
         await self.engine.start()
+        if isinstance(self.engine, IsolatesVersions):
+            self._isolating = self.engine
         if isinstance(self.engine, WeightReceiver):
-            self.policy = PolicyControl(self.engine, on_change=self._tell)
+            life = self.engine.cache_life if isinstance(self.engine, OutlivesWorker) else ""
+            self.policy = PolicyControl(self.engine, life=life, on_change=self._tell)
             by_broadcast = set(self.engine.info.capabilities.weight_transfer) - {"disk"}
             if isinstance(self.engine, BroadcastReceiver) and by_broadcast:
                 self.broadcast = BroadcastControl(self.engine, self.policy, info=self.engine.info, on_change=self._tell)
@@ -233,8 +247,8 @@ class Worker:
                 generation = record.generation
                 await self._hold()  # the lease may have waited for a swap
             check_version_wanted(request, self.version, self._versions())
-            if self.settings.isolate_by_version and not getattr(self.engine, "isolates_versions", False):
-                salt = engine_salt(request.cache_salt, policy_version=self.version)
+            if self.settings.isolate_by_version and self._isolating is None:
+                salt = engine_salt(request.cache_salt, scope=self.salt_scope)
                 request = msgspec.structs.replace(request, cache_salt=salt)
             events = self.engine.generate(request)
             try:
@@ -299,7 +313,7 @@ class Worker:
             adapters=await self.adapters(),
             routes=self.routes(),
             cache_generation=self.cache_generation,
-            salts_by_version=self.salts_by_version,
+            salt_scope=self.salt_scope,
         )
 
     async def kv_feed(self) -> AsyncGenerator[KvBatch, None]:

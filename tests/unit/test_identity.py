@@ -9,8 +9,10 @@ import xxhash
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from rollplane import identity
 from rollplane.errors import InvalidRequest
 from rollplane.identity import (
+    CacheScope,
     adapter_digest,
     block_keys,
     engine_salt,
@@ -111,12 +113,52 @@ SALTS = [
 @pytest.mark.parametrize(("salt", "version", "golden"), SALTS)
 def test_engine_salt_by_version(salt: str | None, version: str, golden: str) -> None:
     by_hand = hashlib.sha256(b"rollplane.salt.v1" + led(version.encode()) + led((salt or "").encode())).hexdigest()
-    assert engine_salt(salt, policy_version=version) == "rp-" + by_hand[:32] == golden
+    assert engine_salt(salt, scope=CacheScope(version).current) == "rp-" + by_hand[:32] == golden
+
+
+SCOPES = [
+    (["v3"], "", "v3", "rp-e888373a7f4b046380a30241804c1dd4"),
+    (["v3", "v4", "v3"], "", "v3\x002", "rp-9c354f385895dfd48631ce4e910f17d4"),
+    (["v3", "v3"], "", "v3\x002", "rp-9c354f385895dfd48631ce4e910f17d4"),
+    (["v3"], "1f", "v3\x001\x001f", "rp-552bd011b195a505813ab085fc40a320"),
+    (["v3", "v4", "v3"], "1f", "v3\x002\x001f", "rp-4aa3e6fd848bb9a9bf6bb81b3a0e95b2"),
+]
+
+
+@pytest.mark.parametrize(("names", "life", "scope", "golden"), SCOPES)
+def test_each_use_of_a_version_name_is_a_scope_of_its_own(names: list[str], life: str, scope: str, golden: str) -> None:
+    first, *later = names
+    found = CacheScope(first, life=life)
+    for name in later:
+        found.renew(name)
+    by_hand = hashlib.sha256(b"rollplane.salt.v1" + led(scope.encode()) + led(b"")).hexdigest()
+
+    assert found.current == scope
+    assert engine_salt(None, scope=found.current) == "rp-" + by_hand[:32] == golden
+
+
+def test_workers_that_saw_a_name_as_often_agree_whatever_else_they_saw() -> None:
+    old, new = CacheScope("v0"), CacheScope("v9")
+    for name in ("v1", "v2", "v1", "v3"):
+        old.renew(name)
+    new.renew("v3")
+
+    assert old.current == new.current == "v3"
+
+
+def test_a_name_that_was_let_go_never_gets_a_scope_again_that_it_had(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(identity, "MAX_SCOPES", 3)
+    scope, seen = CacheScope("a"), []
+    for name in "aabcdabcdeaabbccddeea":
+        scope.renew(name)
+        seen.append(scope.current)
+
+    assert len(set(seen)) == len(seen)
 
 
 @pytest.mark.parametrize("salt", [None, "s"])
 def test_without_isolation_the_salt_is_the_callers(salt: str | None) -> None:
-    assert engine_salt(salt, policy_version=None) == salt
+    assert engine_salt(salt, scope=None) == salt
 
 
 def test_adapter_digest_is_of_names_and_bytes_in_name_order() -> None:

@@ -238,6 +238,35 @@ async def test_nothing_cached_survives_an_update(engine: VllmEngine) -> None:
     assert (await ask(engine, ids, max_tokens=2)).usage.cached_tokens == 0
 
 
+async def test_a_version_name_that_comes_back_finds_nothing_of_its_first_use(engine: VllmEngine) -> None:
+    """Blocks of a kept request survive every update; none serves the second use of its version's name."""
+    ids = prompt(200, variant=6)
+
+    async def update(seed: int, version: str) -> None:
+        staged = await engine.stage_weights(str(shared_model("qwen3", seed=seed)))
+        await engine.pause("keep")
+        await engine.apply_weights(staged, version=version)
+        await engine.resume()
+
+    await update(1, "back")
+    kept = make_request(ids, max_tokens=1500, ignore_eos=True, stream=True)
+    async with watching(engine, kept) as (watch,):
+        await watch.until_tokens(2)
+        assert (await ask(engine, ids, max_tokens=2)).usage.cached_tokens
+        await update(2, "forth")
+        await update(0, "back")
+
+        assert (await ask(engine, ids, max_tokens=2)).usage.cached_tokens == 0
+        assert not watch.over
+        cached = await ask(engine, ids, max_tokens=8, temperature=0.0, logprobs=0)
+        assert cached.usage.cached_tokens
+        assert cached.served_by.recomputed == []
+    await engine.flush_cache()
+    fresh = await ask(engine, ids, max_tokens=8, temperature=0.0, logprobs=0)
+    assert tokens(fresh) == tokens(cached)
+    np.testing.assert_allclose(logprobs(fresh), logprobs(cached), atol=1e-4)
+
+
 async def test_a_reload_serves_the_files_now_on_disk(engine: VllmEngine, tmp_path: Path) -> None:
     """One path, other contents."""
     path, answers, digests = tmp_path / "step", [], set()

@@ -21,7 +21,7 @@ class Scopes:
     def __init__(self, worker: Worker) -> None:
         self._worker = worker
         self._salts: OrderedDict[str | None, None] = OrderedDict({None: None})
-        self._version: str | None = None
+        self._scope: str | None = ""  # none is called so: the first look reads it
         self._by_engine: dict[str | None, str | None] = {}
 
     def __repr__(self) -> str:
@@ -37,13 +37,13 @@ class Scopes:
             old = next(each for each in self._salts if each is not None)
             del self._salts[old]
             self._by_engine.pop(self._engine_side(old), None)
-        if self._version == self._worker.version:
+        if self._scope == self._worker.salt_scope:
             self._by_engine[self._engine_side(salt)] = salt
 
     def of(self, salt: str | None, adapter: str | None) -> Scope | None:
         """See `ScopeOf`."""
-        if self._version != self._worker.version:
-            self._version = self._worker.version
+        if self._scope != self._worker.salt_scope:
+            self._scope = self._worker.salt_scope
             self._by_engine = {self._engine_side(each): each for each in self._salts}
         if salt not in self._by_engine:
             return None
@@ -57,4 +57,4 @@ class Scopes:
         return None
 
     def _engine_side(self, salt: str | None) -> str | None:
-        return engine_salt(salt, policy_version=self._worker.version if self._worker.salts_by_version else None)
+        return engine_salt(salt, scope=self._worker.salt_scope)

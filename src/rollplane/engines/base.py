@@ -110,6 +110,26 @@ class WeightReceiver(Protocol):
 
 
 @runtime_checkable
+class IsolatesVersions(Protocol):
+    """An engine that scopes cached KV itself: a queued request may get another salt there at an update."""
+
+    @property
+    def salt_scope(self) -> str | None:
+        """What scopes its salt now, see `identity.engine_salt`; None: nothing does, it drops what is cached instead."""
+        ...
+
+
+@runtime_checkable
+class OutlivesWorker(Protocol):
+    """An engine that was there before its worker, and may cache what other weights computed under the same names."""
+
+    @property
+    def cache_life(self) -> str:
+        """New with every worker over an engine that has a history; "" where it is known to have none."""
+        ...
+
+
+@runtime_checkable
 class BroadcastReceiver(Protocol):
     """An engine that takes weights from a trainer's collective broadcast into memory of their own.
 

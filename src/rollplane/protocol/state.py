@@ -27,8 +27,8 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
 
     `instance`: new with every start of the process. `epoch`: the newest control epoch it obeyed, None before the first.
     `paused`: stopped by a caller, not by an update of its own. `routes`: names of the admin routes that work here.
-    `cache_generation`: grows whenever cached KV may be gone (reset, sleep, update). `salts_by_version`: the engine's salt
-    is scoped by the policy version.
+    `cache_generation`: grows whenever cached KV may be gone (reset, sleep, update). `salt_scope`: what scopes the engine's
+    salt now, see `identity.engine_salt`; None: nothing does.
     """
 
     wire: int = WIRE_VERSION
@@ -43,7 +43,7 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
     adapters: list[AdapterRecord] = msgspec.field(default_factory=list)
     routes: list[str] = msgspec.field(default_factory=list)
     cache_generation: int = 0
-    salts_by_version: bool = False
+    salt_scope: str | None = None
 
 
 _encoder = msgspec.msgpack.Encoder()

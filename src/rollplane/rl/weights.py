@@ -19,6 +19,7 @@ import msgspec
 
 from rollplane.engines.base import WeightReceiver
 from rollplane.errors import Conflict, EngineFailed, RollplaneError, Unavailable
+from rollplane.identity import CacheScope
 from rollplane.protocol.admin import FlushReport, PauseMode, PauseReport, ResumeReport, StagedWeights, UpdateReport
 from rollplane.protocol.versions import check_version_name
 from rollplane.rl.base import Operation
@@ -44,18 +45,21 @@ class PolicyControl:
         receiver: the engine.
         on_change: called after every change of state, version or digest.
         clock: monotonic seconds.
+        life: see `identity.CacheScope`.
     """
 
     def __init__(
         self,
         receiver: WeightReceiver,
         *,
+        life: str = "",
         on_change: Callable[[], None] = lambda: None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self.receiver = receiver
         self.operations = Operations()
         self.sequence = VersionSequence(receiver.policy_version)
+        self.scope = CacheScope(receiver.policy_version, life=life)
         self.digest: str | None = None
         self.paused_by_caller = False
         self._state: PolicyState = "ready"
@@ -325,8 +329,11 @@ class PolicyControl:
         """
         check_version_name(version, param="weight_version")
         async with self._lock:
+            changes = version != self.version
             await self.receiver.set_policy_version(version)
             self.sequence.advance(version)
+            if changes:
+                self.scope.renew(version)
             self._on_change()
 
     async def flush(self, *, preempt: bool = False) -> FlushReport:
@@ -391,6 +398,7 @@ class PolicyControl:
         self.digest = staged.digest
         self._staged.clear()
         self.sequence.advance(version)
+        self.scope.renew(version)
         self._enter("paused")
 
     def _enter(self, state: PolicyState) -> None:

@@ -48,13 +48,13 @@ class PrefixAwareSettings(msgspec.Struct, frozen=True, kw_only=True):
 class _Seen:
     """What was read from a worker's state, until there is another state."""
 
-    __slots__ = ("adapters", "comparable", "says_events", "slots", "state", "told", "url", "version")
+    __slots__ = ("adapters", "comparable", "salt_scope", "says_events", "slots", "state", "told", "url")
 
     def __init__(self, url: str, state: WorkerState | None, *, comparable: bool) -> None:
         self.url = url
         self.state = state
         self.comparable = comparable
-        self.version: str | None = None
+        self.salt_scope: str | None = None
         self.adapters: dict[str, str] = {}
         self.says_events = False
         self.slots = 1
@@ -62,7 +62,7 @@ class _Seen:
         """Sequences it said it has."""
         if state is None:
             return
-        self.version = state.policy_version if state.salts_by_version else None
+        self.salt_scope = state.salt_scope
         self.adapters = {record.name: record.engine_name for record in state.adapters if record.state == "ready"}
         self.says_events = state.info.capabilities.kv_events
         self.slots = state.info.max_num_seqs
@@ -70,7 +70,7 @@ class _Seen:
 
 
 _Scope = tuple[str | None, str | None]
-"""What keys depend on beside tokens: the version that salts, and the adapter's engine-side name."""
+"""What keys depend on beside tokens: what scopes the salt, and the adapter's engine-side name."""
 
 
 class _Prompt:
@@ -219,7 +219,7 @@ class PrefixAware:
 
     @staticmethod
     def _scope(request: GenerateRequest, seen: _Seen) -> _Scope:
-        return seen.version, seen.adapters.get(request.model) if request.model is not None else None
+        return seen.salt_scope, seen.adapters.get(request.model) if request.model is not None else None
 
     def _cached(self, index: PrefixIndex, prompt: _Prompt, seens: Sequence[_Seen]) -> dict[str, int]:
         """Prompt tokens that each worker would read from its cache; workers without any are left out."""
@@ -249,13 +249,13 @@ class PrefixAware:
         known = prompt.scopes.get(scope)
         if known is None:
             request = prompt.request
-            version, adapter = scope
+            salt_scope, adapter = scope
             keys: list[int] = []
             if not request.content_parts:  # raw media: the final prompt is not known here
                 keys = block_keys(
                     routing_tokens(request.token_ids, request.features or ()),
                     block_tokens=index.block_tokens,
-                    salt=engine_salt(request.cache_salt, policy_version=version),
+                    salt=engine_salt(request.cache_salt, scope=salt_scope),
                     adapter=adapter,
                 )
             known = prompt.scopes[scope] = (keys, index.match(keys))

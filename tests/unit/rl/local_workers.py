@@ -88,7 +88,7 @@ class LocalWorker:
             adapters=record.adapters,
             routes=record.routes,
             cache_generation=self.worker.cache_generation,
-            salts_by_version=self.worker.salts_by_version,
+            salt_scope=self.worker.salt_scope,
         )
         self._tell()
         return self.state

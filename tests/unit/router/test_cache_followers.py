@@ -21,6 +21,7 @@ from rollplane.router import cache_followers
 from rollplane.router.prefix_aware import PrefixAware
 from rollplane.router.prefix_index import PrefixIndex
 from rollplane.router.router import Router
+from rollplane.testing import watching
 from rollplane.testing.requests import answer, make_request
 
 
@@ -93,6 +94,36 @@ async def test_predicted_and_actual_cached_tokens_agree_for_text_salts_adapters_
                 assert (scope, predicted) == (scope, expected)
         assert (router.observed.over_tokens, router.observed.under_tokens) == (0, 0)
         assert router.observed.answers == 3 * len(scopes)
+
+
+async def test_a_version_name_that_comes_back_finds_nothing_of_its_first_use(tmp_path: Path) -> None:
+    """v3, v4, v3 again with other contents, and a request kept from the first v3 on. The mock drops nothing by itself."""
+    async with router_of(MockSettings(step_s=0.001)) as (router, policy, workers):
+
+        async def asked() -> tuple[int, int | None]:
+            before = router.observed.predicted_tokens
+            response = await answer(router, make_request(prompt(0), max_tokens=2))
+            await until(lambda: index_of(policy).blocks_of(workers[0].url) >= 512 // 16)
+            return router.observed.predicted_tokens - before, response.usage.cached_tokens
+
+        async def update(contents: str, version: str) -> None:
+            await router.fleet.update_from_disk(weights(tmp_path, contents), version=version)
+
+        await update("first", "v3")
+        kept = make_request(prompt(0), max_tokens=3000, ignore_eos=True, stream=True)
+        async with watching(router, kept) as (watch,):
+            await watch.until_tokens(1)
+            assert await asked() == (496, 496)
+            await update("second", "v4")
+            assert await asked() == (0, 0)
+            await update("third", "v3")
+            assert [await asked(), await asked()] == [(0, 0), (496, 496)]
+            await router.fleet.set_policy_version("v5")
+            assert [await asked(), await asked()] == [(0, 0), (496, 496)]
+            await router.fleet.set_policy_version("v3")
+            assert await asked() == (0, 0)
+            assert not watch.over
+        assert (router.observed.over_tokens, router.observed.under_tokens) == (0, 0)
 
 
 async def test_a_reset_worker_gets_no_traffic_for_a_cache_that_is_gone() -> None:

@@ -142,7 +142,7 @@ async def test_salts_adapters_and_versions_are_other_prefixes() -> None:
     assert expected(make_request(tokens, fields={"cache_salt": "s"})) == 1008
     state = workers[0].member.worker.state
     assert state is not None
-    workers[0].member.worker.state = msgspec.structs.replace(state, policy_version="v2")  # type: ignore[misc]
+    workers[0].member.worker.state = msgspec.structs.replace(state, salt_scope="v2")  # type: ignore[misc]
     assert expected(make_request(tokens)) == 0
 
 

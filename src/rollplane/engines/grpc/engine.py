@@ -6,6 +6,7 @@ adapters are the server's; replacing weights from a checkpoint directory is not 
 
 import asyncio
 import contextlib
+import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
 from typing import Any, Final
@@ -47,6 +48,8 @@ from rollplane.protocol.kv_events import KvEvent
 from rollplane.protocol.request import GenerateRequest
 from rollplane.protocol.versions import check_version_name
 
+FIRST_LABEL: Final = "default"
+"""What vLLM calls the weights that it started with."""
 HEALTH_PERIOD_S: Final = 2.0
 HEALTH_TIMEOUT_S: Final = 5.0
 ABORT_REPEAT_S: Final = 0.1
@@ -70,7 +73,8 @@ class GrpcEngine:
         self._media = MediaModel()
         self._live: dict[str, list[LiveCalls]] = {}
         self._aborts: set[asyncio.Task[None]] = set()
-        self._version = "default"
+        self._version = FIRST_LABEL
+        self._life = ""
         self._paused = False
         self._cleared = False  # since the pause began
         self._sleeping = False
@@ -123,6 +127,7 @@ class GrpcEngine:
             control = ControlCalls(pool, timeout_s=self.settings.control_timeout_s)
             info, self._media = await read_facts(control, self.settings)
             self._version = await control.weight_version()
+            self._life = "" if self._version == FIRST_LABEL else uuid.uuid4().hex[:8]
             self._paused = await control.is_paused()
             with contextlib.suppress(RollplaneError):  # a server without sleep mode refuses to say
                 self._sleeping = await control.is_sleeping()
@@ -223,6 +228,11 @@ class GrpcEngine:
         )
 
     # -- WeightReceiver ----------------------------------------------------------------------------------------------
+
+    @property
+    def cache_life(self) -> str:
+        """See `OutlivesWorker.cache_life`: a label that is not vLLM's first one was given before us."""
+        return self._life
 
     @property
     def policy_version(self) -> str:

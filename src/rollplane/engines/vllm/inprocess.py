@@ -11,7 +11,7 @@ import tempfile
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 
@@ -44,9 +44,6 @@ from rollplane.protocol.request import GenerateRequest
 
 class VllmEngine:
     """An `Engine`, `WeightReceiver`, `BroadcastReceiver`, `AdapterHost`, `KvEventSource` and `MetricsSource` over vLLM's `AsyncLLM`."""
-
-    isolates_versions: ClassVar = True
-    """The salt is scoped by version here, where a queued request can still get another one at an update."""
 
     def __init__(self, settings: VllmSettings) -> None:
         self.settings = settings
@@ -234,6 +231,11 @@ class VllmEngine:
         """See `WeightReceiver.policy_version`."""
         return self._policy_side().version
 
+    @property
+    def salt_scope(self) -> str | None:
+        """See `IsolatesVersions.salt_scope`."""
+        return self._policy_side().salt_scope
+
     async def pause(self, mode: PauseMode, *, clear_cache: bool = False) -> PauseReport:
         """See `WeightReceiver.pause`."""
         return await self._policy_side().pause(mode, clear_cache=clear_cache)
@@ -354,7 +356,7 @@ class VllmEngine:
         policy, request = self._policy_side(), live.request
         self._check_alive()
         choice.spans.change(policy.version, made=0)
-        salt = engine_salt(request.cache_salt, policy_version=policy.version if policy.isolate else None)
+        salt = engine_salt(request.cache_salt, scope=policy.salt_scope)
         prompt = dict(live.prompt)
         if salt is not None:
             prompt["cache_salt"] = salt

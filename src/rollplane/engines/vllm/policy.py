@@ -22,6 +22,7 @@ from rollplane.engines.vllm.checkpoints import (
 from rollplane.engines.vllm.live import LiveChoice, LiveRequest
 from rollplane.engines.vllm.versions import VllmApi
 from rollplane.errors import Conflict, EngineDied, EngineFailed, InvalidRequest
+from rollplane.identity import CacheScope
 from rollplane.protocol.admin import FlushReport, PauseMode, PauseReport, ResumeReport, StagedWeights
 
 Resubmit = Callable[[LiveRequest, LiveChoice], Awaitable[None]]
@@ -69,7 +70,7 @@ class Policy:
         self._live = live
         self._resubmit = resubmit
         self._on_cleared = on_cleared
-        self._cached_under = {version}
+        self._scope = CacheScope(version)
         self._lock = asyncio.Lock()
         if loaded is not None:
             self._good = StagedWeights(
@@ -78,6 +79,11 @@ class Policy:
 
     def __repr__(self) -> str:
         return f"<Policy {'running' if self.running.is_set() else 'paused'} at {self.version!r}>"
+
+    @property
+    def salt_scope(self) -> str | None:
+        """What scopes the salt of what is submitted now; None without isolation."""
+        return self._scope.current if self.isolate else None
 
     @property
     def paused(self) -> bool:
@@ -111,7 +117,6 @@ class Policy:
         left = [(live, choice) for live, choice in before if self._made(choice) is not None]
         if clear_cache:
             self._mark_cleared(left)
-            self._cached_under = {self.version}
             self._on_cleared()
         ended = len({id(live) for live, _ in before} - {id(live) for live, _ in left})
         return PauseReport(
@@ -207,11 +212,11 @@ class Policy:
                     await self.ask(versions.abort(self.engine, choice.leave()))
                 await load()
                 self.broken = None
-                await self._drop_old_caches(version, [(live, choice) for live, choice, _ in kept])
+                await self._drop_old_caches([(live, choice) for live, choice, _ in kept])
                 if self._adapters is not None:
                     await self._adapters.load_again()
                 self.version = version
-                self._cached_under.add(version)
+                self._scope.renew(version)
                 for _, choice, made in kept:
                     choice.spans.change(version, made=made if known else None)
             except EngineFailed:
@@ -243,9 +248,10 @@ class Policy:
         self._good = None
 
     def relabel(self, version: str) -> None:
-        """Another name for the same weights: what is cached stays right, and running requests keep the name they have."""
-        self.version = version
-        self._cached_under.add(version)
+        """Another name for the weights in place; running requests keep the name they have."""
+        if version != self.version:
+            self.version = version
+            self._scope.renew(version)
 
     async def flush(self, *, preempt: bool = False) -> FlushReport:
         """See `WeightReceiver.flush_cache`."""
@@ -295,21 +301,16 @@ class Policy:
         )
         return answers
 
-    async def _drop_old_caches(self, version: str, kept: list[tuple[LiveRequest, LiveChoice]]) -> None:
+    async def _drop_old_caches(self, kept: list[tuple[LiveRequest, LiveChoice]]) -> None:
         """Nothing that the old weights computed may serve a request of the new version.
 
-        Blocks that kept requests hold stay, unless a request of the new version could find them: no isolation by salt,
-        or a version name that was used before.
+        Blocks that kept requests hold stay where new requests have another salt, and so cannot find them.
         """
-        if await self._reset(running=False):
-            self._cached_under = set()
-            return
-        if self.isolate and version not in self._cached_under:
+        if await self._reset(running=False) or self.isolate:
             return
         if not await self._reset(running=True):
             raise EngineDied("the engine keeps KV of the old weights that new requests would use")
         self._mark_cleared(kept)
-        self._cached_under = set()
 
     async def _reset(self, *, running: bool) -> bool:
         """Drop encoder, processor and prefix caches; whether the prefix cache could be dropped whole.

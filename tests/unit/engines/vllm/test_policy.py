@@ -134,3 +134,24 @@ async def test_a_pause_that_the_engine_refuses_pauses_nothing() -> None:
     engine.may_reset.set()
     await policy.flush(preempt=True)
     assert not policy.paused
+
+
+async def test_a_version_name_that_comes_back_needs_nobodys_blocks() -> None:
+    """Kept requests hold blocks of the first v1; the second one has another salt, so they keep them."""
+    engine = FakeEngine()
+    policy = policy_over(engine)
+
+    async def load() -> None: ...
+
+    scopes = [policy.salt_scope]
+    await policy.pause("keep")
+    for version in ("v1", "v2", "v1"):
+        await policy.change(version, load)
+        scopes.append(policy.salt_scope)
+    policy.relabel("v1")
+    assert policy.salt_scope == scopes[-1]
+    policy.relabel("v2")
+
+    assert scopes == ["v0", "v1", "v2", "v1\x002"]
+    assert policy.salt_scope == "v2\x002"
+    assert engine.calls == ["pause keep"]
