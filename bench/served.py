@@ -12,6 +12,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from multiprocessing.connection import Connection
 
+import uvloop
+
 from rollplane.config import ServerSettings
 from rollplane.discovery.static import StaticDiscovery
 from rollplane.engines.base import Engine
@@ -20,7 +22,7 @@ from rollplane.router.router import Router
 from rollplane.server.app import create_app
 from rollplane.server.auth import KeyRing
 from rollplane.server.metrics import Metrics
-from rollplane.server.ops import bind, make_server, spare_collector, url_of
+from rollplane.server.ops import bind, make_server, share_interpreter, spare_collector, url_of
 from rollplane.server.service import Service
 from rollplane.worker import Worker, WorkerSettings
 
@@ -72,7 +74,8 @@ def hops(make: Callable[[], Engine], *, frontend: bool) -> Iterator[list[Hop]]:
 
 
 def _run(make: Callable[[], Engine] | None, workers: list[str], pipe: Connection) -> None:
-    asyncio.run(_serve(make, workers, pipe))
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:  # the loop of the commands
+        runner.run(_serve(make, workers, pipe))
 
 
 async def _serve(make: Callable[[], Engine] | None, workers: list[str], pipe: Connection) -> None:
@@ -99,6 +102,7 @@ async def _serve(make: Callable[[], Engine] | None, workers: list[str], pipe: Co
     while not server.started or (make is None and not all(m.routable for m in fleet.members)):  # noqa: ASYNC110
         await asyncio.sleep(0.01)
     spare_collector()
+    share_interpreter()
     pipe.send(url_of(sock))
     loop, stall_s = asyncio.get_running_loop(), [0.0]
 

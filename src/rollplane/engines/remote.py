@@ -23,7 +23,16 @@ from rollplane.errors import (
 )
 from rollplane.protocol.answer import WIRE_VERSION
 from rollplane.protocol.events import EndEvent, ErrorEvent, Event
-from rollplane.protocol.hop import FRAMES, GENERATE_PATH, STATE_PATH, WIRE_HEADER, FrameReader, encode_hop_request
+from rollplane.protocol.hop import (
+    BIG_FRAME_BYTES,
+    FRAMES,
+    GENERATE_PATH,
+    STATE_PATH,
+    WIRE_HEADER,
+    FrameReader,
+    decode_events,
+    encode_hop_request,
+)
 from rollplane.protocol.http import error_from_answer
 from rollplane.protocol.info import EngineHealth, EngineInfo
 from rollplane.protocol.kv_events import KV_EVENTS_PATH, KvBatch, KvBatchReader
@@ -210,8 +219,9 @@ class RemoteEngine:
             reader = FrameReader()
             ended = False
             while data := await call.wait(answer.content.readany()):
-                for events in reader.feed(data):
-                    for event in events:
+                for frame in reader.cut(data):
+                    big = len(frame) > BIG_FRAME_BYTES
+                    for event in await asyncio.to_thread(decode_events, frame) if big else decode_events(frame):
                         if isinstance(event, ErrorEvent):
                             raise error_from_body(event.error, status=event.status)
                         ended = ended or isinstance(event, EndEvent)

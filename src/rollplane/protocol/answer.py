@@ -1,7 +1,8 @@
 """Writes a Generate response as JSON or msgpack, and reads the msgpack form back.
 
 JSON is assembled from arrays: numbers are written by msgspec as one array, cut at the commas and joined with the fixed
-text between them, so there is no Python object per field of a token and no Python bytecode per token.
+text between them, so there is no Python object per field of a token and no Python bytecode per token. A big answer is
+made of pieces (`rollplane.protocol.pieces`), block by block of tokens.
 """
 
 import itertools
@@ -19,8 +20,10 @@ from rollplane.protocol.artifacts import (
     TokenLogprobs,
     encode_routes_npy,
     encode_routes_structured,
+    wire_routes,
 )
 from rollplane.protocol.events import ServedBy
+from rollplane.protocol.pieces import Holes, Piece, base64_pieces, in_blocks, msgpack_pieces, npy_pieces
 from rollplane.protocol.request import Encoding
 from rollplane.protocol.response import WIRE_VERSION as WIRE_VERSION
 from rollplane.protocol.response import Choice, GenerateResponse, Usage
@@ -29,6 +32,8 @@ _msgpack = msgspec.msgpack.Encoder(enc_hook=enc_hook)
 _response_decoder = msgspec.msgpack.Decoder(GenerateResponse, dec_hook=dec_hook)
 _json = msgspec.json.Encoder()
 _NULL: Final = msgspec.Raw(b"null")
+BLOCK_NUMBERS: Final = 2048
+"""Numbers written in one go where an answer is made of pieces: a fraction of a millisecond."""
 
 
 def encode_msgpack(response: GenerateResponse) -> bytes:
@@ -55,45 +60,66 @@ def decode_msgpack(body: bytes) -> GenerateResponse:
 
 def encode_json(response: GenerateResponse, *, routes: Encoding = "structured") -> bytes:
     """The JSON form of a whole answer, compact."""
-    tree: dict[str, Any] = {
+    return _json.encode(_tree(response, routes=routes))
+
+
+def json_pieces(response: GenerateResponse, *, routes: Encoding = "structured") -> list[Piece]:
+    """The same text in pieces."""
+    holes = Holes()
+    return holes.fill(_json.encode(_tree(response, routes=routes, holes=holes)))
+
+
+def encode_pieces(response: GenerateResponse) -> list[Piece]:
+    """The msgpack form in pieces."""
+    return msgpack_pieces(response)
+
+
+def _tree(response: GenerateResponse, *, routes: Encoding, holes: Holes | None = None) -> dict[str, Any]:
+    return {
         "request_id": response.request_id,
         "model": response.model,
         "created": response.created,
-        "choices": [choice_tree(choice, routes=routes) for choice in response.choices],
+        "choices": [choice_tree(choice, routes=routes, holes=holes) for choice in response.choices],
         "usage": usage_tree(response.usage),
-        "prompt_logprobs": prompt_logprobs_raw(response.prompt_logprobs),
+        "prompt_logprobs": prompt_logprobs_raw(response.prompt_logprobs, holes),
         "prompt_token_id_logprobs": response.prompt_token_id_logprobs,
-        "prompt_token_ids": ids_raw(response.prompt_token_ids),
+        "prompt_token_ids": ids_raw(response.prompt_token_ids, holes),
         "mm_placeholders": response.mm_placeholders,
         "metrics": response.metrics,
         "kv_transfer_params": response.kv_transfer_params,
         "ec_transfer_params": response.ec_transfer_params,
         "rollplane": served_by_tree(response.served_by),
     }
-    return _json.encode(tree)
 
 
-def choice_tree(choice: Choice, *, routes: Encoding = "structured") -> dict[str, Any]:
-    """The JSON tree of one finished choice; big parts are raw bytes already."""
+def choice_tree(choice: Choice, *, routes: Encoding = "structured", holes: Holes | None = None) -> dict[str, Any]:
+    """The JSON tree of one finished choice; big parts are raw bytes already, or (with `holes`) marks of pieces."""
     tree: dict[str, Any] = {
         "index": choice.index,
-        "token_ids": ids_raw(choice.token_ids),
-        "logprobs": logprobs_raw(choice.token_ids, choice.logprobs),
+        "token_ids": ids_raw(choice.token_ids, holes),
+        "logprobs": logprobs_raw(choice.token_ids, choice.logprobs, holes),
         "finish_reason": choice.finish_reason,
         "stop_reason": choice.stop_reason,
-        "sampling_mask": mask_raw(choice.sampling_mask),
+        "sampling_mask": mask_raw(choice.sampling_mask, holes),
         "policy_versions": choice.policy_versions,
     }
     if choice.routed_experts is not None:
-        tree["routed_experts"] = routes_tree(choice.routed_experts, routes=routes)
+        tree["routed_experts"] = routes_tree(choice.routed_experts, routes=routes, holes=holes)
     else:
         tree["routed_experts"] = None
     return tree
 
 
-def routes_tree(experts: RoutedExperts, *, routes: Encoding) -> dict[str, Any] | str:
+def routes_tree(
+    experts: RoutedExperts, *, routes: Encoding, holes: Holes | None = None
+) -> dict[str, Any] | str | msgspec.Raw:
     """Routed experts in the encoding that was asked for."""
-    return encode_routes_npy(experts) if routes == "npy" else encode_routes_structured(experts)
+    if holes is None:
+        return encode_routes_npy(experts) if routes == "npy" else encode_routes_structured(experts)
+    if routes == "npy":
+        return _quoted(holes.mark(npy_pieces(experts.array)))
+    array, described = wire_routes(experts)
+    return {"data": _quoted(holes.mark(base64_pieces(array.reshape(-1).view(np.uint8).data))), **described}
 
 
 def usage_tree(usage: Usage) -> dict[str, Any]:
@@ -120,40 +146,74 @@ def served_by_tree(served_by: ServedBy) -> dict[str, Any]:
     return tree
 
 
-def ids_raw(ids: np.ndarray[Any, Any] | None) -> msgspec.Raw:
+def ids_raw(ids: np.ndarray[Any, Any] | None, holes: Holes | None = None) -> msgspec.Raw:
     """A JSON array of integers, or null."""
-    return _NULL if ids is None else msgspec.Raw(_json.encode(ids.tolist()))
+    if ids is None:
+        return _NULL
+    if holes is None or ids.size <= BLOCK_NUMBERS:
+        return msgspec.Raw(_json.encode(ids.tolist()))
+    blocks = in_blocks(ids.size, lambda a, b: _json.encode(ids[a:b].tolist())[1:-1], block=BLOCK_NUMBERS)
+    return msgspec.Raw(b"[" + holes.mark(blocks) + b"]")
 
 
-def mask_raw(mask: SamplingMask | None) -> msgspec.Raw:
+def mask_raw(mask: SamplingMask | None, holes: Holes | None = None) -> msgspec.Raw:
     """A JSON array of one array of ids per token, or null."""
-    return _NULL if mask is None else msgspec.Raw(_json.encode(mask.rows()))
+    if mask is None:
+        return _NULL
+    if holes is None or mask.ids.size <= BLOCK_NUMBERS:
+        return msgspec.Raw(_json.encode(mask.rows()))
+
+    def write(a: int, b: int) -> bytes:
+        return _json.encode(mask.rows(a, b))[1:-1]
+
+    rows = mask.offsets.size - 1
+    return msgspec.Raw(b"[" + holes.mark(in_blocks(rows, write, block=_rows(rows, mask.ids.size))) + b"]")
 
 
-def logprobs_raw(token_ids: np.ndarray[Any, Any], logprobs: TokenLogprobs | None) -> msgspec.Raw:
+def logprobs_raw(
+    token_ids: np.ndarray[Any, Any], logprobs: TokenLogprobs | None, holes: Holes | None = None
+) -> msgspec.Raw:
     """`{"content": [{token, logprob, bytes, top_logprobs}, ...]}`, or null where logprobs were not asked for."""
     if logprobs is None:
         return _NULL
-    if token_ids.size == 0:
+    rows = token_ids.size
+    if rows == 0:
         return msgspec.Raw(b'{"content":[]}')
+    numbers = rows if logprobs.alternatives is None else rows + logprobs.alternatives.ids.size
+    if holes is None or numbers <= BLOCK_NUMBERS:
+        return msgspec.Raw(b'{"content":[' + _entries(token_ids, logprobs) + b"]}")
+
+    def write(a: int, b: int) -> bytes:
+        return _entries(token_ids[a:b], logprobs.rows(a, b))
+
+    return msgspec.Raw(b'{"content":[' + holes.mark(in_blocks(rows, write, block=_rows(rows, numbers))) + b"]}")
+
+
+def _rows(rows: int, numbers: int) -> int:
+    """Rows of a block, so that it has about `BLOCK_NUMBERS`."""
+    return max(1, BLOCK_NUMBERS * rows // numbers)
+
+
+def _quoted(mark: bytes) -> msgspec.Raw:
+    return msgspec.Raw(b'"' + mark + b'"')
+
+
+def _entries(token_ids: np.ndarray[Any, Any], logprobs: TokenLogprobs) -> bytes:
+    """The objects of one or more tokens, a comma between two."""
     ids = _cells(token_ids)
     values = _cells(logprobs.values)
-    return msgspec.Raw(
-        b"".join(
-            _woven(
-                [
-                    b'{"token":"token_id:',
-                    ids,
-                    b'","logprob":',
-                    values,
-                    b',"bytes":null,"top_logprobs":[',
-                    *_top_parts(token_ids, ids, logprobs, values),
-                    b"]},",
-                ],
-                count=len(ids),
-                head=b'{"content":[',
-                tail=b"]}",
-            )
+    return b"".join(
+        _woven(
+            [
+                b'{"token":"token_id:',
+                ids,
+                b'","logprob":',
+                values,
+                b',"bytes":null,"top_logprobs":[',
+                *_top_parts(token_ids, ids, logprobs, values),
+                b"]},",
+            ],
+            count=len(ids),
         )
     )
 
@@ -197,11 +257,27 @@ def _top_cells(alternatives: Alternatives) -> list[bytes]:
     return [b",".join(cells[a:b]) for a, b in itertools.pairwise(alternatives.offsets.tolist())]
 
 
-def prompt_logprobs_raw(logprobs: PromptLogprobs | None) -> msgspec.Raw:
+def prompt_logprobs_raw(logprobs: PromptLogprobs | None, holes: Holes | None = None) -> msgspec.Raw:
     """`[null, {"<id>": {logprob, rank, decoded_token}}, ...]`; the prompt's own token is the first key of each."""
     if logprobs is None:
         return _NULL
-    ids, values, ranks = _cells(logprobs.ids), _cells(logprobs.values), _cells(logprobs.ranks)
+    rows = logprobs.offsets.size - 2
+    if rows < 1:
+        return msgspec.Raw(b"[null]")
+
+    def write(a: int, b: int) -> bytes:
+        return _prompt_rows(logprobs, a + 1, b + 1)
+
+    block = rows if holes is None else _rows(rows, max(logprobs.ids.size, 1))
+    if block >= rows or holes is None:
+        return msgspec.Raw(b"[null," + write(0, rows) + b"]")
+    return msgspec.Raw(b"[null," + holes.mark(in_blocks(rows, write, block=block)) + b"]")
+
+
+def _prompt_rows(logprobs: PromptLogprobs, first: int, end: int) -> bytes:
+    """The objects of prompt positions [first, end), a comma between two."""
+    a, b = int(logprobs.offsets[first]), int(logprobs.offsets[end])
+    ids, values, ranks = (_cells(part[a:b]) for part in (logprobs.ids, logprobs.values, logprobs.ranks))
     cells = [
         b'"'
         + token
@@ -212,9 +288,8 @@ def prompt_logprobs_raw(logprobs: PromptLogprobs | None) -> msgspec.Raw:
         + b',"decoded_token":null}'
         for token, value, rank in zip(ids, values, ranks, strict=True)
     ]
-    offsets = logprobs.offsets.tolist()
-    rows = [b"{" + b",".join(cells[a:b]) + b"}" for a, b in itertools.pairwise(offsets[1:])]
-    return msgspec.Raw(b"[" + b",".join([b"null", *rows]) + b"]")
+    offsets = (logprobs.offsets[first : end + 1] - a).tolist()
+    return b",".join([b"{" + b",".join(cells[i:j]) + b"}" for i, j in itertools.pairwise(offsets)])
 
 
 def _cells(array: np.ndarray[Any, Any]) -> list[bytes]:
@@ -222,11 +297,11 @@ def _cells(array: np.ndarray[Any, Any]) -> list[bytes]:
     return _json.encode(array.tolist())[1:-1].split(b",") if array.size else []
 
 
-def _woven(parts: list[bytes | list[bytes]], *, count: int, head: bytes, tail: bytes) -> list[bytes]:
+def _woven(parts: list[bytes | list[bytes]], *, count: int) -> list[bytes]:
     """`count` records of fixed text and cells, woven by slice assignment; the last record's comma is cut off."""
     width = len(parts)
     out: list[bytes] = [b""] * (count * width)
     for i, part in enumerate(parts):
         out[i::width] = part if isinstance(part, list) else [part] * count
     out[-1] = out[-1][:-1]
-    return [head, *out, tail]
+    return out

@@ -45,6 +45,18 @@ class TokenLogprobs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=Tru
     ranks: Int32Array | None = None
     alternatives: Alternatives | None = None
 
+    def rows(self, first: int, end: int) -> "TokenLogprobs":
+        """Those of the tokens [first, end), over the same memory."""
+        top = self.alternatives
+        if top is not None:
+            offsets = top.offsets[first : end + 1]
+            a, b = int(offsets[0]), int(offsets[-1])
+            top = Alternatives(
+                ids=top.ids[a:b], values=top.values[a:b], ranks=top.ranks[a:b], offsets=offsets - offsets[0]
+            )
+        ranks = None if self.ranks is None else self.ranks[first:end]
+        return TokenLogprobs(values=self.values[first:end], ranks=ranks, alternatives=top)
+
 
 class PromptLogprobs(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """Log-probabilities of the prompt, CSR over prompt positions.
@@ -65,11 +77,12 @@ class SamplingMask(msgspec.Struct, frozen=True, kw_only=True):
     ids: Int32Array
     offsets: Int32Array
 
-    def rows(self) -> list[list[int]]:
-        """One list of ids per token, as JSON carries it."""
-        flat = self.ids.tolist()
-        offsets = self.offsets.tolist()
-        return [flat[a:b] for a, b in itertools.pairwise(offsets)]
+    def rows(self, first: int = 0, end: int | None = None) -> list[list[int]]:
+        """One list of ids per token of [first, end), as JSON carries it; all where no end is given."""
+        offsets = self.offsets[first : None if end is None else end + 1]
+        start = int(offsets[0])
+        flat = self.ids[start : int(offsets[-1])].tolist()
+        return [flat[a:b] for a, b in itertools.pairwise((offsets - start).tolist())]
 
 
 class RoutedExperts(msgspec.Struct, frozen=True, kw_only=True):
@@ -104,13 +117,14 @@ def encode_routes_structured(routes: RoutedExperts) -> dict[str, Any]:
 
     Clients search the body for the bytes `"routed_experts":{"data":"`, so the key order is part of the contract.
     """
+    array, described = wire_routes(routes)
+    return {"data": pybase64.b64encode_as_string(array.reshape(-1).view(np.uint8).data), **described}
+
+
+def wire_routes(routes: RoutedExperts) -> tuple[ExpertArray, dict[str, Any]]:
+    """The array whose bytes `structured` carries, C-order and little-endian, and what it says of them."""
     array = np.ascontiguousarray(routes.array, dtype=routes.array.dtype.newbyteorder("<"))
-    return {
-        "data": pybase64.b64encode_as_string(array.reshape(-1).view(np.uint8).data),
-        "shape": list(array.shape),
-        "start": routes.start,
-        "dtype": array.dtype.name,
-    }
+    return array, {"shape": list(array.shape), "start": routes.start, "dtype": array.dtype.name}
 
 
 def decode_routes_structured(obj: dict[str, Any]) -> RoutedExperts:

@@ -17,6 +17,7 @@ from rollplane.errors import InvalidRequest, TransportError
 from rollplane.protocol.answer import WIRE_VERSION
 from rollplane.protocol.arrays import dec_hook, enc_hook
 from rollplane.protocol.events import HopEvent
+from rollplane.protocol.pieces import Piece, msgpack_pieces, size_of
 from rollplane.protocol.request import GenerateRequest, check_carried
 
 FRAMES: Final = "application/x-rollplane-frames"
@@ -25,6 +26,8 @@ GENERATE_PATH: Final = "/internal/v1/generate"
 STATE_PATH: Final = "/internal/v1/state"
 KEYS_PATH: Final = "/internal/v1/keys"
 MAX_FRAME_BYTES: Final = 1 << 30
+BIG_FRAME_BYTES: Final = 256 * 1024
+"""From this size on a frame is read off the event loop."""
 
 _LENGTH: Final = struct.Struct(">I")
 _encoder = msgspec.msgpack.Encoder(enc_hook=enc_hook)
@@ -91,37 +94,74 @@ def encode_frame(events: Sequence[HopEvent]) -> bytes:
     return _LENGTH.pack(len(body)) + body
 
 
+def frame_pieces(events: Sequence[HopEvent]) -> list[Piece]:
+    """One frame with these events, big arrays as their own memory; see `rollplane.protocol.pieces`."""
+    pieces = msgpack_pieces(list(events))
+    length = size_of(pieces)
+    if length > MAX_FRAME_BYTES:
+        raise TransportError(f"a frame of {length} bytes is over the limit of {MAX_FRAME_BYTES}")
+    return [_LENGTH.pack(length), *pieces]
+
+
 class FrameReader:
-    """Cuts a byte stream into frames; feed it what arrives."""
+    """Cuts a byte stream into frames; feed it what arrives. A frame is copied once, piece by piece, as it arrives."""
 
     def __init__(self) -> None:
-        self._buffer = bytearray()
+        self._head = b""
+        self._body: bytearray | None = None
+        self._filled = 0
 
     def __repr__(self) -> str:
-        return f"<FrameReader {len(self._buffer)} bytes waiting>"
+        return f"<FrameReader {self._waiting} bytes waiting>"
+
+    @property
+    def _waiting(self) -> int:
+        return len(self._head) if self._body is None else _LENGTH.size + self._filled
 
     def feed(self, data: bytes) -> Iterator[list[HopEvent]]:
-        """The events of every frame that is now whole. All of them are taken out of the buffer before this returns.
+        """The events of every frame that is now whole.
 
         Raises:
             TransportError: a frame over the limit, or one that cannot be read.
         """
-        self._buffer += data
-        found: list[list[HopEvent]] = []
-        at = 0
-        while len(self._buffer) - at >= _LENGTH.size:
-            (length,) = _LENGTH.unpack_from(self._buffer, at)
-            if length > MAX_FRAME_BYTES:
-                raise TransportError(f"a frame of {length} bytes is over the limit of {MAX_FRAME_BYTES}")
-            end = at + _LENGTH.size + length
-            if len(self._buffer) < end:
-                break
-            with memoryview(self._buffer) as whole:
-                body = bytes(whole[at + _LENGTH.size : end])
-            at = end
-            found.append(decode_events(body))
-        del self._buffer[:at]
-        return iter(found)
+        return iter([decode_events(body) for body in self.cut(data)])
+
+    def cut(self, data: bytes) -> list[bytes | bytearray]:
+        """The bodies, for `decode_events`, of every frame that is now whole.
+
+        Raises:
+            TransportError: a frame over the limit.
+        """
+        found: list[bytes | bytearray] = []
+        whole, at = memoryview(data), 0
+        while True:
+            if self._body is None:
+                if self._head or len(data) - at < _LENGTH.size:
+                    taken = min(_LENGTH.size - len(self._head), len(data) - at)
+                    self._head += whole[at : at + taken]
+                    at += taken
+                    if len(self._head) < _LENGTH.size:
+                        return found
+                    (length,) = _LENGTH.unpack(self._head)
+                    self._head = b""
+                else:
+                    (length,) = _LENGTH.unpack_from(data, at)
+                    at += _LENGTH.size
+                if length > MAX_FRAME_BYTES:
+                    raise TransportError(f"a frame of {length} bytes is over the limit of {MAX_FRAME_BYTES}")
+                if len(data) - at >= length:
+                    found.append(data[at : at + length])
+                    at += length
+                    continue
+                self._body, self._filled = bytearray(length), 0
+            taken = min(len(self._body) - self._filled, len(data) - at)
+            self._body[self._filled : self._filled + taken] = whole[at : at + taken]
+            self._filled += taken
+            at += taken
+            if self._filled < len(self._body):
+                return found
+            found.append(self._body)
+            self._body = None
 
     def finish(self) -> None:
         """The stream ended.
@@ -129,11 +169,11 @@ class FrameReader:
         Raises:
             TransportError: inside a frame.
         """
-        if self._buffer:
-            raise TransportError(f"the connection ended inside a frame ({len(self._buffer)} bytes of it arrived)")
+        if self._waiting:
+            raise TransportError(f"the connection ended inside a frame ({self._waiting} bytes of it arrived)")
 
 
-def decode_events(body: bytes) -> list[HopEvent]:
+def decode_events(body: bytes | bytearray) -> list[HopEvent]:
     """The events in a frame's body.
 
     Raises:

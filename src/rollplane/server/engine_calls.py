@@ -17,7 +17,7 @@ from rollplane.server.service import Service
 from rollplane.server.watch import run_watched
 
 BIG_BODY_BYTES: Final = 256 * 1024
-BIG_NUMBERS: Final = 65_536
+BIG_NUMBERS: Final = 16_384
 BIG_ROUTES_BYTES: Final = 1 << 20
 """From these sizes on, work moves to the pool: shorter work costs less than the hand-over."""
 

@@ -10,12 +10,13 @@ from starlette.types import ASGIApp
 from rollplane.admission import wants_mask, wants_routes
 from rollplane.errors import InvalidRequest, Unavailable
 from rollplane.fold import Fold, FoldPlan
-from rollplane.protocol.answer import encode_json, encode_msgpack
+from rollplane.protocol.answer import encode_json, encode_msgpack, encode_pieces, json_pieces
 from rollplane.protocol.info import EngineInfo
+from rollplane.protocol.pieces import Piece
 from rollplane.protocol.request import JSON, MSGPACK, Encoding, GenerateRequest, RequestLimits, parse_request
-from rollplane.protocol.response import GenerateResponse
 from rollplane.server.engine_calls import BIG_BODY_BYTES, BIG_NUMBERS, add_event, is_big, running
 from rollplane.server.error_responses import as_rollplane_error
+from rollplane.server.pieces import PiecesAnswer
 from rollplane.server.service import Service
 from rollplane.server.sse import EventStream
 from rollplane.server.watch import read_body, run_unanswered
@@ -58,7 +59,9 @@ async def generate(request: Request) -> ASGIApp:
         raise found from error
     service.metrics.requests.labels(outcome="ok", stream="false").inc()
     service.metrics.latency.labels(stream="false").observe(time.monotonic() - arrived)
-    return Response(answer, media_type=wanted)
+    if isinstance(answer, bytes):
+        return Response(answer, media_type=wanted)
+    return PiecesAnswer(answer, media_type=wanted, stall_s=service.settings.write_stall_s)
 
 
 async def read_request(request: Request, body: bytes, service: Service) -> GenerateRequest:
@@ -117,7 +120,7 @@ def plan_for(request: GenerateRequest, info: EngineInfo, *, exact: bool = True) 
 
 async def _answer(
     service: Service, request: GenerateRequest, plan: FoldPlan, *, wanted: str, routes: Encoding
-) -> bytes:
+) -> bytes | list[Piece]:
     fold = Fold(plan)
     big = False
     async with running(service.engine, request) as events:
@@ -126,8 +129,10 @@ async def _answer(
             await add_event(service, fold, event)
     response = fold.response()
     service.metrics.count_response(response)
+    if not big and response.usage.completion_tokens <= BIG_NUMBERS:
+        return encode_msgpack(response) if wanted == MSGPACK else encode_json(response, routes=routes)
 
-    def write(whole: GenerateResponse) -> bytes:
-        return encode_msgpack(whole) if wanted == MSGPACK else encode_json(whole, routes=routes)
+    def write() -> list[Piece]:
+        return encode_pieces(response) if wanted == MSGPACK else json_pieces(response, routes=routes)
 
-    return await service.in_pool(write, response, big=big or response.usage.completion_tokens > BIG_NUMBERS)
+    return await service.in_pool(write)

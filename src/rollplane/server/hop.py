@@ -15,10 +15,12 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from rollplane.errors import InvalidRequest, RollplaneError, Unavailable, UnsupportedMedia, error_body
 from rollplane.protocol.answer import WIRE_VERSION
 from rollplane.protocol.events import ErrorEvent, Event, HopEvent
-from rollplane.protocol.hop import FRAMES, WIRE_HEADER, decode_hop_request, encode_frame
+from rollplane.protocol.hop import FRAMES, WIRE_HEADER, decode_hop_request, encode_frame, frame_pieces
+from rollplane.protocol.pieces import Piece
 from rollplane.protocol.request import MSGPACK, GenerateRequest
 from rollplane.server.engine_calls import BIG_BODY_BYTES, is_big, running, stream_answer
 from rollplane.server.error_responses import as_rollplane_error, error_response
+from rollplane.server.pieces import PiecesAnswer, send_pieces
 from rollplane.server.service import Service
 from rollplane.server.watch import read_body, run_unanswered
 
@@ -50,7 +52,10 @@ async def hop_generate(request: Request) -> ASGIApp:
         raise found from error
     service.metrics.requests.labels(outcome="ok", stream="false").inc()
     service.metrics.latency.labels(stream="false").observe(time.monotonic() - arrived)
-    return Response(frame, media_type=FRAMES, headers={WIRE_HEADER: str(WIRE_VERSION)})
+    headers = {WIRE_HEADER: str(WIRE_VERSION)}
+    if isinstance(frame, bytes):
+        return Response(frame, media_type=FRAMES, headers=headers)
+    return PiecesAnswer(frame, media_type=FRAMES, headers=headers, stall_s=service.settings.write_stall_s)
 
 
 async def _read(request: Request, service: Service) -> GenerateRequest:
@@ -74,14 +79,14 @@ async def _read(request: Request, service: Service) -> GenerateRequest:
     return hop.request
 
 
-async def _one_frame(service: Service, request: GenerateRequest) -> bytes:
+async def _one_frame(service: Service, request: GenerateRequest) -> bytes | list[Piece]:
     events: list[HopEvent] = []
     big = False
     async with running(service.engine, request) as source:
         async for event in source:
             big = big or is_big(event)
             events.append(event)
-    return await service.in_pool(encode_frame, events, big=big)
+    return await service.in_pool(frame_pieces, events) if big else encode_frame(events)
 
 
 class FrameStream:
@@ -121,9 +126,8 @@ class FrameStream:
                     events.append(ErrorEvent(status=self._error.status, error=error_body(self._error)))
                 if events:
                     big = any(is_big(event) for event in events if not isinstance(event, ErrorEvent))
-                    frame = await self._service.in_pool(encode_frame, events, big=big)
-                    async with asyncio.timeout(self._service.settings.write_stall_s):
-                        await send({"type": "http.response.body", "body": frame, "more_body": not ended})
+                    frame = await self._service.in_pool(frame_pieces, events) if big else [encode_frame(events)]
+                    await send_pieces(send, frame, stall_s=self._service.settings.write_stall_s, more=not ended)
                 elif ended:
                     await send({"type": "http.response.body", "body": b"", "more_body": False})
                 if ended:

@@ -35,6 +35,7 @@ HARD_STOP_S: Final = 15.0
 WATCH_S: Final = 1.0
 YOUNG_OBJECTS: Final = 10_000
 """Containers made between two looks at the youngest; a request makes some hundreds."""
+SWITCH_S: Final = 0.0005
 
 log = structlog.get_logger("rollplane.ops")
 
@@ -182,6 +183,7 @@ async def run(
             if serving.done():
                 raise InvalidRequest("the HTTP server did not start; its log has the reason", param="server")
             spare_collector()
+            share_interpreter()
             on_ready()
             await asyncio.wait(watched, return_when=asyncio.FIRST_COMPLETED)
             reason = death.result() if death is not None and death.done() else None
@@ -215,6 +217,15 @@ def spare_collector() -> None:
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS, 20, 50)
+
+
+def share_interpreter() -> None:
+    """Let the event loop have the interpreter back soon while a thread of the pool reads or writes a big answer.
+
+    A thread that wants it waits this long before it asks for it; with Python's 5 ms a small request that finds such a
+    thread at work waits that long at each of its steps.
+    """
+    sys.setswitchinterval(SWITCH_S)
 
 
 def say_ready(settings: ServerSettings, *, url: str, **facts: Any) -> None:

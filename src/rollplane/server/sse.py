@@ -26,10 +26,12 @@ from rollplane.protocol.answer import choice_tree, ids_raw, logprobs_raw, served
 from rollplane.protocol.arrays import Int32Array
 from rollplane.protocol.artifacts import TokenLogprobs
 from rollplane.protocol.events import ChoiceEvent, EndEvent
+from rollplane.protocol.pieces import Holes, Piece
 from rollplane.protocol.request import Encoding, GenerateRequest
 from rollplane.protocol.response import Choice, Usage
 from rollplane.server.engine_calls import add_event, is_big, running, stream_answer
 from rollplane.server.error_responses import as_rollplane_error, error_event, error_response
+from rollplane.server.pieces import send_pieces
 from rollplane.server.service import Service
 
 DONE: Final = b"data: [DONE]\n\n"
@@ -97,8 +99,8 @@ class Taken:
     def __repr__(self) -> str:
         return f"<Taken {sorted(self._parts)}, finished {sorted(self._finished)}>"
 
-    def trees(self, *, routes: Encoding, logprobs: bool) -> list[dict[str, Any]]:
-        """The choices as JSON trees, ordered by index."""
+    def trees(self, *, routes: Encoding, logprobs: bool, holes: Holes | None = None) -> list[dict[str, Any]]:
+        """The choices as JSON trees, ordered by index; see `choice_tree`."""
         found = []
         for index in sorted(self._parts):
             ids = concat_ids(self._parts[index][0])
@@ -106,9 +108,10 @@ class Taken:
             whole = self._finished.get(index)
             if whole is not None:
                 delta = msgspec.structs.replace(whole, token_ids=ids, logprobs=numbers)
-                found.append(choice_tree(delta, routes=routes))
+                found.append(choice_tree(delta, routes=routes, holes=holes))
             else:
-                delta_tree = {"index": index, "token_ids": ids_raw(ids), "logprobs": logprobs_raw(ids, numbers)}
+                written = {"token_ids": ids_raw(ids, holes), "logprobs": logprobs_raw(ids, numbers, holes)}
+                delta_tree = {"index": index, **written}
                 found.append({**delta_tree, "finish_reason": None})
         return found
 
@@ -187,8 +190,12 @@ class EventStream:
             self._deltas.arrived.clear()
             if self._deltas.waiting:
                 taken = self._deltas.take()
-                chunk = await self._service.in_pool(self._chunk, taken, self._chunk_head(), big=taken.big)
-                await self._send(send, chunk)
+                head = self._chunk_head()
+                if taken.big:
+                    chunk = await self._service.in_pool(self._chunk_pieces, taken, head)
+                    await send_pieces(send, chunk, stall_s=self._service.settings.write_stall_s, more=True)
+                else:
+                    await self._send(send, self._chunk(taken, head))
             if self._deltas.ended and not self._deltas.waiting:
                 break
         if self._deltas.error is None:
@@ -214,6 +221,11 @@ class EventStream:
     def _chunk(self, taken: Taken, head: dict[str, Any]) -> bytes:
         tree = {**head, "choices": taken.trees(routes=self._routes, logprobs=self._plan.logprobs)}
         return b"data: " + _encoder.encode(tree) + b"\n\n"
+
+    def _chunk_pieces(self, taken: Taken, head: dict[str, Any]) -> list[Piece]:
+        holes = Holes()
+        tree = {**head, "choices": taken.trees(routes=self._routes, logprobs=self._plan.logprobs, holes=holes)}
+        return holes.fill(b"data: " + _encoder.encode(tree) + b"\n\n")
 
     def _last(self, end: EndEvent) -> bytes:
         tree = {**self._head, "choices": [], "rollplane": served_by_tree(end.served_by)}
