@@ -13,10 +13,11 @@ from typing import Final
 import msgspec
 import structlog
 
-from rollplane.identity import block_keys, engine_salt, routing_tokens
+from rollplane.identity import engine_salt, routing_tokens
 from rollplane.protocol.kv_events import KvBatch
 from rollplane.protocol.request import GenerateRequest
 from rollplane.protocol.state import WorkerState
+from rollplane.router.known_keys import KnownKeys
 from rollplane.router.pace import slowdowns
 from rollplane.router.prefix_index import CAPACITY_BLOCKS, PREDICTED_S, PrefixIndex
 from rollplane.router.worker import RoutedWorker
@@ -33,14 +34,16 @@ class PrefixAwareSettings(msgspec.Struct, frozen=True, kw_only=True):
 
     `load_factor`, `load_slack`: the cap is the mean load times the factor, or the mean plus the slack where that is more;
     the slack, in sequences, is at most an eighth of a worker's slots. `sequence_tokens`: what one running sequence
-    counts, in prompt tokens. `pending_share`: how much of a prompt token that others wait for counts. `capacity_blocks`,
-    `predicted_s`: see `PrefixIndex`.
+    counts, in prompt tokens. `pending_share`: how much of a prompt token that others wait for counts. `slot_tokens`: what
+    each sequence more than a worker has slots counts, in prompt tokens: it would wait for another to end.
+    `capacity_blocks`, `predicted_s`: see `PrefixIndex`.
     """
 
     load_factor: float = 1.25
     load_slack: int = 16
     sequence_tokens: float = 64.0
-    pending_share: float = 0.25
+    pending_share: float = 0.5
+    slot_tokens: float = 1024.0
     capacity_blocks: int = CAPACITY_BLOCKS
     predicted_s: float = PREDICTED_S
 
@@ -101,6 +104,7 @@ class PrefixAware:
         self._sessions = _Recent()
         self._groups = _Recent()
         self._prompt: _Prompt | None = None
+        self._known = KnownKeys()
         self._slowdowns: dict[RoutedWorker, float] = {}
         self._slowdowns_until = 0.0
         self._turn = 0
@@ -120,9 +124,13 @@ class PrefixAware:
         index = self.index
         cached = self._cached(index, prompt, seens) if index is not None and _reads_cache(request) else {}
         pending = {} if index is None else index.pending_tokens()
-        per_pending, per_sequence = settings.pending_share, settings.sequence_tokens
+        per_pending, per_sequence, per_slot = settings.pending_share, settings.sequence_tokens, settings.slot_tokens
         costs = [
-            prompt_tokens - cached.get(seen.url, 0) + per_pending * pending.get(seen.url, 0) + per_sequence * load
+            prompt_tokens
+            - cached.get(seen.url, 0)
+            + per_pending * pending.get(seen.url, 0)
+            + per_sequence * load
+            + per_slot * max(load + sequences - seen.slots, 0)
             for seen, load in zip(seens, loads, strict=True)
         ]
         self._prefer(costs, seens, self._groups.get(options.group_id), by=per_sequence * slack)
@@ -243,8 +251,7 @@ class PrefixAware:
                 if seen.url == url:
                     costs[at] -= by
 
-    @staticmethod
-    def _keys(index: PrefixIndex, prompt: _Prompt, scope: _Scope) -> tuple[list[int], dict[str, int]]:
+    def _keys(self, index: PrefixIndex, prompt: _Prompt, scope: _Scope) -> tuple[list[int], dict[str, int]]:
         """The prompt's keys in a scope, and how many leading ones each worker has."""
         known = prompt.scopes.get(scope)
         if known is None:
@@ -252,7 +259,7 @@ class PrefixAware:
             salt_scope, adapter = scope
             keys: list[int] = []
             if not request.content_parts:  # raw media: the final prompt is not known here
-                keys = block_keys(
+                keys = self._known.of(
                     routing_tokens(request.token_ids, request.features or ()),
                     block_tokens=index.block_tokens,
                     salt=engine_salt(request.cache_salt, scope=salt_scope),

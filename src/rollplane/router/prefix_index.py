@@ -9,8 +9,10 @@ itself after one to two times `predicted_s`. Everything of a worker is forgotten
 what stays behind is swept up a little with every later call.
 """
 
+import functools
+import operator
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
 import msgspec
@@ -173,6 +175,21 @@ class PrefixIndex:
         """How many leading keys each worker has, reported or predicted; only workers that have at least one."""
         self._tend()
         alive = self._live
+        if not keys or not alive:
+            return {}
+        first = keys[0]
+        if not (self._reported.get(first, 0) | self._new.get(first, 0) | self._old.get(first, 0)) & alive:
+            return {}
+        # A sample of a group: who has any block of the prompt has all. Found without a step of Python per key.
+        masks = [list(map(found.get, keys)) for found in (self._reported, self._new, self._old) if found]
+        if all(mask.count(mask[0]) == len(mask) for mask in masks):
+            depths: dict[str, int] = {}
+            everyone = functools.reduce(operator.or_, (mask[0] or 0 for mask in masks), 0)
+            self._note(everyone & alive, len(keys), depths)
+            return depths
+        return self._walk(keys, alive)
+
+    def _walk(self, keys: Sequence[int], alive: int) -> dict[str, int]:
         reported, new, old = self._reported.get, self._new.get, self._old.get
         depths: dict[str, int] = {}
         depth = 0
@@ -189,10 +206,13 @@ class PrefixIndex:
             self._note(alive, depth, depths)
         return depths
 
-    def reports(self, worker: str, key: int) -> bool:
-        """Whether a worker has said that it has a block."""
+    def reported(self, worker: str, keys: Iterable[int]) -> list[int]:
+        """Those of some keys whose blocks a worker has said that it has."""
         holder = self._holders.get(worker)
-        return holder is not None and bool(self._reported.get(key, 0) & holder.bit)
+        if holder is None:
+            return []
+        bit, reported = holder.bit, self._reported.get
+        return [key for key in keys if reported(key, 0) & bit]
 
     def unreported(self, worker: str, keys: Sequence[int]) -> Sequence[int]:
         """The keys from the first one on that a worker has not said it has."""

@@ -64,12 +64,19 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
 class _Placement:
     """Where one request is: on a worker, or held (None)."""
 
-    __slots__ = ("aborted", "woken", "worker")
+    __slots__ = ("aborted", "ticket", "woken", "worker")
 
     def __init__(self) -> None:
         self.worker: RoutedWorker | None = None
+        self.ticket: Ticket | None = None
         self.aborted = False
         self.woken = asyncio.Event()
+
+    def wake(self) -> None:
+        """End its wait, whatever it waits for."""
+        self.woken.set()
+        if self.ticket is not None:
+            self.ticket.wake()
 
 
 class Router:
@@ -161,7 +168,7 @@ class Router:
             while self._placed and (left := ends - time.monotonic()) > 0:
                 await self._something(left)
         for placement in list(self._placed.values()):
-            placement.woken.set()
+            placement.wake()
         for look in list(self._looks):
             look.cancel()
         await self._caches.close()
@@ -210,7 +217,7 @@ class Router:
             return 0
         if placement.worker is None:
             placement.aborted = True
-            placement.woken.set()
+            placement.wake()
             return 1
         return await placement.worker.member.worker.engine.abort(request_id)
 
@@ -413,9 +420,11 @@ class Router:
         if keys is None:
             return None
         size = policy.index.block_tokens
-        ticket = self.prefill.ask(worker.url, keys, block_tokens=size)
+        ticket = placement.ticket = self.prefill.ask(worker.url, keys, block_tokens=size)
+        if ticket.sent or placement.woken.is_set():
+            return ticket
         try:
-            await self.prefill.wait(worker.url, ticket, woken=placement.woken, block_tokens=size)
+            await self.prefill.wait(worker.url, ticket, block_tokens=size)
         except BaseException:
             self._spent(worker, ticket)
             raise
@@ -430,7 +439,7 @@ class Router:
         index = self.policy.index if isinstance(self.policy, PrefixAware) else None
         if index is not None:
             url = worker.url
-            self.prefill.learned(url, lambda key: index.reports(url, key), block_tokens=index.block_tokens)
+            self.prefill.learned(url, lambda keys: index.reported(url, keys), block_tokens=index.block_tokens)
 
     async def _keeper(
         self, key: str, request: GenerateRequest, chosen: RoutedWorker, *, avoid: list[RoutedWorker]

@@ -55,6 +55,17 @@ async def test_a_group_larger_than_the_cap_spills_over() -> None:
     assert max(placed.values()) <= 1.25 * 128 / 4 + 16
 
 
+async def test_a_worker_without_a_free_slot_gets_no_more_than_a_prompt_is_worth() -> None:
+    """A sample that finds no slot waits for another to end; computing the prompt elsewhere is sooner, but for a few."""
+    workers, policy = await routed(2), PrefixAware(PrefixAwareSettings(sequence_tokens=1.0))
+    home = place(policy, make_request(prompt(0, 4096)), workers)
+    for worker in workers:
+        worker.place(sequences=120 if worker is home else 110, tokens=0)
+    placed = Counter(place(policy, make_request(prompt(0, 4096)), workers).url for _ in range(16))
+    assert 128 <= home.sequences <= 128 + 4
+    assert placed[home.url] < 16
+
+
 async def test_a_long_common_prefix_does_not_defeat_load() -> None:
     """256 sessions that share 4k tokens, over 4 workers."""
     workers, policy = await routed(4), PrefixAware()
