@@ -4,10 +4,9 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from safetensors.numpy import save_file
 from tests.e2e.fleets import MockWorker, fleet_of
+from tests.unit.rl.local_workers import write_adapter
 
 from rollplane.client.admin import AdminClient
 from rollplane.client.client import Client
@@ -16,23 +15,6 @@ from rollplane.errors import EngineFailed, NotFound
 from rollplane.rl.remote import RemoteWorker
 
 SAMPLING: dict[str, Any] = {"max_tokens": 8, "seed": 1, "ignore_eos": True}
-
-
-def write_adapter(root: Path, name: str, *, value: float) -> str:
-    path = root / name
-    path.mkdir(parents=True)
-    (path / "adapter_config.json").write_text(
-        '{"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}'
-    )
-    base = "base_model.model.model.layers.0.self_attn.q_proj"
-    save_file(
-        {
-            f"{base}.lora_A.weight": np.full((4, 8), value, dtype=np.float32),
-            f"{base}.lora_B.weight": np.full((8, 4), value, dtype=np.float32),
-        },
-        path / "adapter_model.safetensors",
-    )
-    return str(path)
 
 
 async def test_an_adapter_is_loaded_on_all_workers_and_replaced_under_its_name(tmp_path: Path) -> None:

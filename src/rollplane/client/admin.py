@@ -1,18 +1,22 @@
 """The administration client of a trainer: the same calls to a worker (which act on it) or a frontend (on its fleet)."""
 
+import asyncio
+import time
 import uuid
-from collections.abc import Mapping
+from collections.abc import AsyncGenerator, Mapping
 from types import TracebackType
 from typing import Any, Final, Literal, Self, TypeVar
 from urllib.parse import quote
 
 import msgspec
 
-from rollplane.client.transport import Transport
+from rollplane.client.operation_events import EventLines
+from rollplane.client.transport import FIRST_PAUSE_S, Transport
 from rollplane.errors import RollplaneError, ServiceError, TransportError
 from rollplane.protocol.admin import (
     AdapterRecord,
     FlushReport,
+    OperationEvent,
     PauseMode,
     PauseReport,
     ResumeReport,
@@ -300,6 +304,44 @@ class AdminClient:
         answer = await self._transport.json("GET", f"/v1/rl/operations/{quote(operation_id, safe='')}", limit_s=QUERY_S)
         found = answer.get("steps") if isinstance(answer, dict) else None
         return _read(found, dict[str, str], what="/v1/rl/operations")
+
+    async def operation_events(
+        self, operation_id: str, *, after: int = 0, wait_s: float = 10.0, limit_s: float = OPERATION_S
+    ) -> AsyncGenerator[OperationEvent, None]:
+        """What happens in an operation, event by event: those of before at once, further ones as they come, until nothing of
+        it runs. A connection that is lost is made again, and no event is given twice.
+
+        Args:
+            after: events up to this number are left out.
+            wait_s: how long the operation may take to begin, at most 60.
+            limit_s: longest time for all of it.
+
+        Raises:
+            NotFound: it did not begin in time.
+            DeadlineExceeded: it still runs after `limit_s`.
+        """
+        ends = time.monotonic() + limit_s
+        fruitless = 0
+        while True:
+            left = max(ends - time.monotonic(), 0.001)
+            path = f"/v1/rl/operations/{quote(operation_id, safe='')}/events?after={after}&wait_s={wait_s:g}"
+            lines = EventLines()
+            try:
+                async with self._transport.open("GET", path, limit_s=left) as answer:
+                    async for data in answer.content.iter_any():
+                        for event in lines.feed(data):
+                            after, fruitless = event.number, 0
+                            yield event
+                        if lines.done:
+                            return
+                raise TransportError(
+                    f"{self._transport.base_url}{path} ended in the middle of operation {operation_id!r}"
+                )
+            except (ServiceError, TransportError) as error:
+                fruitless += 1
+                if not error.retryable or fruitless >= self._transport.attempts:
+                    raise
+                await asyncio.sleep(FIRST_PAUSE_S * 2**fruitless)
 
     async def _call(
         self, route: str, body: Mapping[str, Any], kind: type[T], *, limit_s: float, inside: str | None = None

@@ -7,6 +7,7 @@ import msgspec
 from rollplane.protocol.info import Capabilities, EngineState
 
 PauseMode = Literal["keep", "wait", "abort"]
+OperationEventKind = Literal["began", "phase", "worker", "done", "failed"]
 
 
 class PauseReport(msgspec.Struct, kw_only=True):
@@ -103,3 +104,24 @@ class WorkerRecord(msgspec.Struct, kw_only=True, omit_defaults=True):
     state: EngineState | None = None
     adapters: list[AdapterRecord] = msgspec.field(default_factory=list)
     error: str | None = None
+
+
+class OperationEvent(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
+    """Something that happened in an operation. `number`: 1, 2, ... within the operation, `at_s`: seconds since 1970.
+
+    `began`: a step of it, `what`. `phase`: a part begins, on all workers. `worker`: that part ended on one, after `seconds`,
+    `error` where it failed. `done`: with its `report`. `failed`: with the error's sentence, its `code` and `details`.
+    """
+
+    number: int
+    at_s: float
+    event: OperationEventKind
+    step: int = 0
+    what: str | None = None
+    phase: str | None = None
+    worker: str | None = None
+    seconds: float | None = None
+    report: dict[str, Any] | None = None
+    error: str | None = None
+    code: str | None = None
+    details: dict[str, Any] | None = None

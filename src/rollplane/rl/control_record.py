@@ -20,7 +20,7 @@ MAX_VERSIONS: Final = 1024
 
 
 class ControlRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One fleet's record. `versions`: oldest first. `checkpoint` None: no update yet, workers are only observed.
+    """One fleet's record. `adapters`: path by name, `adapter_digests`: contents by name. `versions`: oldest first. `checkpoint` None: no update yet, workers are only observed.
 
     `left_paused`: workers that an update of the fleet paused and did not resume, by address; no caller asked for that.
     """
@@ -30,6 +30,8 @@ class ControlRecord(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     checkpoint: Checkpoint | None = None
     versions: list[str] = msgspec.field(default_factory=list)
     adapters: dict[str, str] = msgspec.field(default_factory=dict)
+    adapter_digests: dict[str, str] = msgspec.field(default_factory=dict)
+    dropped_adapters: list[str] = msgspec.field(default_factory=list)
     paused: bool = False
     left_paused: list[str] = msgspec.field(default_factory=list)
 

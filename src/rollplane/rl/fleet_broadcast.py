@@ -19,6 +19,7 @@ from rollplane.protocol.broadcast import GroupReport, Manifest, TransferGroup
 from rollplane.rl.base import Operation
 from rollplane.rl.fleet_update import Checkpoint, FleetUpdate, every
 from rollplane.rl.members import Member
+from rollplane.rl.operation_log import Tell, tell_nobody
 
 LEAVE_S: Final = 30.0
 
@@ -90,7 +91,9 @@ class FleetGroup:
     def __repr__(self) -> str:
         return f"<FleetGroup {'none' if self.group is None else self.group.group_name} of {len(self.members)} workers>"
 
-    async def init(self, group: TransferGroup, members: Sequence[Member], *, operation: Operation) -> GroupReport:
+    async def init(
+        self, group: TransferGroup, members: Sequence[Member], *, operation: Operation, tell: Tell = tell_nobody
+    ) -> GroupReport:
         """Let every worker join, each with its ranks; if one cannot, all leave.
 
         Raises:
@@ -118,7 +121,10 @@ class FleetGroup:
                 )
             self.group, self.members, self.staged = group, list(members), None
             results = await every(
-                members, lambda m: receiver_of(m).init_weights_group(parts[m.url], operation=_step(operation, "init"))
+                members,
+                lambda m: receiver_of(m).init_weights_group(parts[m.url], operation=_step(operation, "init")),
+                phase="join",
+                tell=tell,
             )
             errors = {url: result for url, result in results.items() if isinstance(result, RollplaneError)}
             if errors:
@@ -132,7 +138,7 @@ class FleetGroup:
             world_size=group.world_size,
         )
 
-    async def receive(self, manifest: Manifest, *, operation: Operation) -> StagedWeights:
+    async def receive(self, manifest: Manifest, *, operation: Operation, tell: Tell = tell_nobody) -> StagedWeights:
         """Let every worker receive, and hold their digests against each other; nothing changes anywhere.
 
         Raises:
@@ -147,6 +153,8 @@ class FleetGroup:
             results = await every(
                 self.members,
                 lambda m: receiver_of(m).stage_broadcast(manifest, operation=_step(operation, "receive")),
+                phase="receive",
+                tell=tell,
             )
             errors = {url: result for url, result in results.items() if isinstance(result, RollplaneError)}
             if errors:

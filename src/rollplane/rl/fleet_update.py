@@ -6,6 +6,7 @@ the update), all others are fenced and their requests broken off. Nothing of unk
 """
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable, Sequence
 from typing import Any, Final, Literal, TypeVar
 
@@ -15,6 +16,7 @@ from rollplane.errors import CallerError, Conflict, EngineFailed, RollplaneError
 from rollplane.protocol.admin import PauseMode, PauseReport, StagedWeights, UpdateReport
 from rollplane.rl.base import OnFailure, Operation
 from rollplane.rl.members import Member
+from rollplane.rl.operation_log import Tell, tell_nobody
 
 SETTLE_S: Final = 60.0
 """Limit of asking all workers what they have and resuming them, also after the operation's own deadline."""
@@ -46,6 +48,7 @@ class FleetUpdate:
         target: path and version; the digest comes from staging.
         previous: what to go back to, None where it is not known.
         operation: names the workers' own operations, so that each step may be asked for again.
+        tell: notes what happens, phase by phase and worker by worker.
     """
 
     def __init__(
@@ -58,7 +61,9 @@ class FleetUpdate:
         clear_cache: bool,
         on_failure: OnFailure,
         operation: Operation,
+        tell: Tell = tell_nobody,
     ) -> None:
+        self._tell = tell
         self.members = list(members)
         self.target = target
         self.previous = previous
@@ -88,7 +93,12 @@ class FleetUpdate:
         path = self.target.path
         if path is None:
             raise EngineFailed(f"version {self.target.version!r} is on no disk")
-        found = await every(self.members, lambda m: m.worker.stage_weights(path, operation=self._named("stage")))
+        found = await every(
+            self.members,
+            lambda m: m.worker.stage_weights(path, operation=self._named("stage")),
+            phase="stage",
+            tell=self._tell,
+        )
         staged = {url: result for url, result in found.items() if isinstance(result, StagedWeights)}
         if staged:
             # A worker that serves nothing now does not keep the others from an update: it stays where it is. Nor does one
@@ -133,13 +143,13 @@ class FleetUpdate:
                 if heard.paused and not member.paused_here:
                     self._paused_before.add(member.url)
             member.enter("updating", f"update to {self.target.version!r}")
-        paused = await every(self.members, self._pause)
+        paused = await every(self.members, self._pause, phase="pause", tell=self._tell)
         ready = [m for m in self.members if isinstance(paused[m.url], PauseReport)]
         self._note(paused)
         if len(ready) < len(self.members) and (self.on_failure == "rollback" or not ready):
             self.outcome = "rolled_back"
             return
-        applied = await every(ready, self._apply_one)
+        applied = await every(ready, self._apply_one, phase="apply", tell=self._tell)
         self._note(applied)
         self.unanswered |= {url for url, result in applied.items() if isinstance(result, TransportError)}
         good = [m for m in ready if isinstance(applied[m.url], UpdateReport)]
@@ -153,7 +163,11 @@ class FleetUpdate:
 
     async def settle(self) -> None:
         """Ask every worker what it has and decide its place; see the module."""
+        self._tell("settle")
         await every(self.members, self._settle_one)
+        for member in self.members:
+            why = None if member.state == "current" else EngineFailed(f"{member.state}: {member.reason}")
+            self._tell("settle", worker=member.url, error=why)
 
     def failure(self) -> EngineFailed:
         """The error of an update that was not committed."""
@@ -212,7 +226,9 @@ class FleetUpdate:
                 self.errors.setdefault(member.url, "the previous checkpoint is not known, so it cannot go back")
             return
         previous = self.previous
-        back = await every(changed, lambda m: self._put(m, previous, step="rollback"))
+        back = await every(
+            changed, lambda m: self._put(m, previous, step="rollback"), phase="roll back", tell=self._tell
+        )
         digests = {result.digest for result in back.values() if isinstance(result, UpdateReport)}
         if previous.digest is None and len(digests) == 1:
             self.previous = msgspec.structs.replace(previous, digest=digests.pop())
@@ -284,13 +300,37 @@ class FleetUpdate:
                     self._unheard.add(url)
 
 
-async def every(members: Sequence[Member], work: Callable[[Member], Awaitable[T]]) -> dict[str, T | RollplaneError]:
+async def every(
+    members: Sequence[Member],
+    work: Callable[[Member], Awaitable[T]],
+    *,
+    phase: str | None = None,
+    tell: Tell = tell_nobody,
+) -> dict[str, T | RollplaneError]:
     """`work` on all members at once: the result or our error of each, by address, all waited for.
+
+    Args:
+        phase: its name in what is told; None: nothing is.
 
     Raises:
         BaseException: an error that is not one of ours, after all have ended.
     """
-    results = await asyncio.gather(*(work(member) for member in members), return_exceptions=True)
+
+    async def told(member: Member) -> T:
+        if phase is None:
+            return await work(member)
+        began = time.monotonic()
+        try:
+            result = await work(member)
+        except RollplaneError as error:
+            tell(phase, worker=member.url, seconds=time.monotonic() - began, error=error)
+            raise
+        tell(phase, worker=member.url, seconds=time.monotonic() - began)
+        return result
+
+    if phase is not None:
+        tell(phase)
+    results = await asyncio.gather(*(told(member) for member in members), return_exceptions=True)
     out: dict[str, T | RollplaneError] = {}
     for member, result in zip(members, results, strict=True):
         if isinstance(result, BaseException) and not isinstance(result, RollplaneError):

@@ -1,6 +1,7 @@
 """Operations that may be asked for again: each (id, step) runs once, in a task of its own, and keeps its answer.
 
-A caller that hangs up does not cancel what it asked for; asking again waits for the same run or gets its answer.
+A caller that hangs up does not cancel what it asked for; asking again waits for the same run or gets its answer. What
+happens meanwhile, and how it ended, is in `logs`.
 """
 
 import asyncio
@@ -8,8 +9,11 @@ from collections import OrderedDict
 from collections.abc import Awaitable, Callable
 from typing import Any, TypeVar
 
-from rollplane.errors import Conflict, DeadlineExceeded
+import msgspec
+
+from rollplane.errors import Conflict, DeadlineExceeded, RollplaneError
 from rollplane.rl.base import Operation
+from rollplane.rl.operation_log import OperationLogs, Tell, tell_nobody
 
 T = TypeVar("T")
 MAX_REMEMBERED = 256
@@ -19,6 +23,7 @@ class Operations:
     """The operations of one control owner: running ones, and the last `MAX_REMEMBERED` answers."""
 
     def __init__(self) -> None:
+        self.logs = OperationLogs()
         self._known: OrderedDict[tuple[str, int], tuple[Any, asyncio.Task[Any]]] = OrderedDict()
         self._anonymous: set[asyncio.Task[Any]] = set()
 
@@ -57,18 +62,21 @@ class Operations:
                     param="operation_id",
                 )
             return await asyncio.shield(task)
+        self.logs.open(operation.id).began(operation.step, what)
         task = asyncio.create_task(self._bounded(operation, work, what=what), name=f"{what} {operation.id}")
         self._known[key] = (arguments, task)
-        task.add_done_callback(lambda done: self._settle(key, done))
+        task.add_done_callback(lambda done: self._settle(key, done, what=what))
         return await asyncio.shield(task)
+
+    def teller(self, operation: Operation) -> Tell:
+        """Notes what happens in an operation that runs; nothing of one without a name."""
+        log = None if operation.id is None else self.logs.find(operation.id)
+        return tell_nobody if log is None else log.teller(operation.step)
 
     def status(self, operation_id: str) -> dict[int, str]:
         """What is known of an operation: running, done or the error's sentence, by step."""
-        return {
-            step: "running" if not task.done() else self._outcome(task)
-            for (name, step), (_, task) in self._known.items()
-            if name == operation_id
-        }
+        log = self.logs.find(operation_id)
+        return {} if log is None else dict(log.outcomes)
 
     async def close(self) -> None:
         """Cancel what runs and wait for it."""
@@ -87,18 +95,31 @@ class Operations:
                 raise
             raise DeadlineExceeded(f"the {what} did not finish within {operation.deadline_s:g} s") from None
 
-    def _settle(self, key: tuple[str, int], task: asyncio.Task[Any]) -> None:
+    def _settle(self, key: tuple[str, int], task: asyncio.Task[Any], *, what: str) -> None:
         """A failure may be asked for again; a success is remembered, the oldest answers are let go."""
-        failed = task.cancelled() or task.exception() is not None
-        if failed:
+        log = self.logs.find(key[0])
+        error = _error_of(task, what=what)
+        if log is not None and error is None:
+            log.done(key[1], _plain(task.result()))
+        elif log is not None and error is not None:
+            log.failed(key[1], error)
+        if error is not None:
             self._known.pop(key, None)
         done = [k for k, (_, t) in self._known.items() if t.done()]
         for old in done[: max(len(done) - MAX_REMEMBERED, 0)]:
             del self._known[old]
 
-    @staticmethod
-    def _outcome(task: asyncio.Task[Any]) -> str:
-        if task.cancelled():
-            return "cancelled"
-        error = task.exception()
-        return "done" if error is None else str(error)
+
+def _error_of(task: asyncio.Task[Any], *, what: str) -> RollplaneError | None:
+    if task.cancelled():
+        return RollplaneError(f"the {what} was cancelled")
+    error = task.exception()
+    if error is None or isinstance(error, RollplaneError):
+        return error
+    return RollplaneError(f"the {what} failed; the server's log has the reason")
+
+
+def _plain(result: Any) -> dict[str, Any] | None:
+    """A report as a map of JSON values; None for what is no record."""
+    tree = msgspec.to_builtins(result) if isinstance(result, msgspec.Struct) else None
+    return tree if isinstance(tree, dict) else None

@@ -10,10 +10,12 @@ import contextlib
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
+from typing import Final
 
 import msgspec
 
 from rollplane.errors import Conflict, EngineFailed, RollplaneError, Unavailable
+from rollplane.protocol.admin import AdapterRecord
 from rollplane.protocol.info import EngineInfo
 from rollplane.rl.base import Operation
 from rollplane.rl.control_record import MAX_VERSIONS, ControlRecord, RecordFile
@@ -21,6 +23,9 @@ from rollplane.rl.facts import disagreement, merge_infos
 from rollplane.rl.fleet_update import Checkpoint
 from rollplane.rl.members import FleetWorker, Member
 from rollplane.rl.versions import VersionSequence
+
+MAX_DROPPED: Final = 1024
+"""Names of dropped adapters that are remembered."""
 
 
 class FleetSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -64,6 +69,11 @@ class Roster:
         self.checkpoint: Checkpoint | None = None
         """What every worker must have; None while workers are only observed."""
         self.adapter_paths: dict[str, str] = {}
+        """The adapters that every worker must have, and the files of each, as the caller named them."""
+        self.adapter_digests: dict[str, str] = {}
+        """Their contents, which the same path may change under."""
+        self.dropped_adapters: dict[str, None] = {}
+        """Names that no worker may have any more, oldest first: one that missed the unloading drops them when it is back."""
         self.changing_adapters: set[str] = set()
         """Adapter names that workers disagree about for the moment: requests for them wait."""
         self.paused = False
@@ -83,6 +93,8 @@ class Roster:
         if before is not None:
             self.checkpoint, self.paused = before.checkpoint, before.paused
             self.adapter_paths, self.left_paused = dict(before.adapters), set(before.left_paused)
+            self.adapter_digests = dict(before.adapter_digests)
+            self.dropped_adapters = dict.fromkeys(before.dropped_adapters)
             for version in before.versions:
                 self._advance(version)
         if record is not None:
@@ -243,10 +255,32 @@ class Roster:
             return member.state == "current"  # as it was; `routable` is False while it cannot be reached
         if heard.health.state == "failed" or member.unsettled or (member.paused_here and heard.paused):
             return False
-        loaded = {record.name for record in heard.adapters if record.state == "ready"}
-        if not self.adapter_paths.keys() <= loaded:
+        if self._adapters_to_mend(member):
             return False
         return self._has_target(member)
+
+    def _adapters_to_mend(self, member: Member) -> list[str]:
+        """Names that a worker lacks, has other contents of, or has not dropped; not those that are being changed now."""
+        heard = member.worker.state
+        loaded = {} if heard is None else {r.name: r.digest for r in heard.adapters if r.state == "ready"}
+        wrong = [
+            name
+            for name in self.adapter_paths
+            if name not in loaded or self.adapter_digests.get(name, loaded[name]) != loaded[name]
+        ]
+        wrong += [name for name in self.dropped_adapters if name in loaded]
+        return [name for name in wrong if name not in self.changing_adapters]
+
+    def _remember_adapter(self, record: AdapterRecord, path: str) -> None:
+        self.adapter_paths[record.name], self.adapter_digests[record.name] = path, record.digest
+        self.dropped_adapters.pop(record.name, None)
+
+    def _forget_adapter(self, name: str) -> None:
+        self.adapter_paths.pop(name, None)
+        self.adapter_digests.pop(name, None)
+        self.dropped_adapters[name] = None
+        while len(self.dropped_adapters) > MAX_DROPPED:
+            del self.dropped_adapters[next(iter(self.dropped_adapters))]
 
     def _can_return(self, member: Member) -> bool:
         """Whether a worker that was fenced unheard can be brought up to date; with no checkpoint, it must be as it was."""
@@ -274,7 +308,6 @@ class Roster:
                 operation = Operation(
                     id=f"join/{uuid.uuid4().hex}", epoch=self.epoch, deadline_s=self.settings.catch_up_s
                 )
-                heard = member.worker.state
                 if target is None and member.unsettled:
                     target = self.settings.initial
                 if target is not None and (member.unsettled or not self._has_target(member)):
@@ -284,10 +317,7 @@ class Roster:
                         target.path, version=target.version, expected_digest=target.digest, operation=operation
                     )
                     member.unsettled = False
-                loaded = {r.name: r.path for r in heard.adapters if r.state == "ready"} if heard is not None else {}
-                for name, path in self.adapter_paths.items():
-                    if loaded.get(name) != path:
-                        await member.worker.load_adapter(name, path, operation=operation)
+                await self._mend_adapters(member, operation)
                 if member.paused_here:
                     if not self.paused:
                         await member.worker.resume()
@@ -302,6 +332,24 @@ class Roster:
             self._catching_up.pop(member.url, None)
         if member.state != "gone":
             self._review(member)
+
+    async def _mend_adapters(self, member: Member, operation: Operation) -> None:
+        """Give a worker the fleet's adapters, and take from it those that the fleet has dropped.
+
+        Raises:
+            Conflict: the files are no longer those that the fleet loaded.
+        """
+        for name in self._adapters_to_mend(member):
+            if name in self.dropped_adapters:
+                await member.worker.unload_adapter(name, operation=operation)
+                continue
+            record = await member.worker.load_adapter(name, self.adapter_paths[name], operation=operation)
+            wanted = self.adapter_digests.setdefault(name, record.digest)
+            if record.digest != wanted:
+                raise Conflict(
+                    f"the files of adapter {name!r} at {self.adapter_paths[name]} have changed since the fleet loaded them: "
+                    f"digest {record.digest[:16]}... instead of {wanted[:16]}...; load it again"
+                )
 
     def _retry(self, member: Member) -> None:
         self._retries.pop(member.url, None)
@@ -365,6 +413,8 @@ class Roster:
             checkpoint=self.checkpoint,
             versions=self._versions,
             adapters=self.adapter_paths,
+            adapter_digests=self.adapter_digests,
+            dropped_adapters=list(self.dropped_adapters),
             paused=self.paused,
             left_paused=sorted(self.left_paused),
         )

@@ -163,22 +163,6 @@ class LivenessReport(msgspec.Struct, frozen=True, kw_only=True):
     state: str
 
 
-class OperationReport(msgspec.Struct, frozen=True, kw_only=True):
-    """By step: `running`, `done` or the sentence of its error."""
-
-    operation_id: str
-    steps: dict[str, str]
-
-
-@runtime_checkable
-class OperationKeeper(Protocol):
-    """An administration that remembers its operations."""
-
-    def operation(self, operation_id: str) -> dict[str, str]:
-        """What became of an operation, by step."""
-        ...
-
-
 class WorkerList(msgspec.Struct, frozen=True, kw_only=True):
     """Discovery, protocol version 1."""
 
@@ -316,17 +300,6 @@ async def rl_workers(request: Request) -> Response:
     return json_response(WorkerList(protocol_version=RL_PROTOCOL_VERSION, namespace=namespace, workers=records))
 
 
-async def operation_steps(request: Request) -> Response:
-    """What became of an operation, by step.
-
-    Raises:
-        NotFound: nothing is known of it.
-    """
-    service: Service = request.app.state.service
-    operation_id: str = request.path_params["operation_id"]
-    return json_response(OperationReport(operation_id=operation_id, steps=steps_of(service, operation_id)))
-
-
 @runtime_checkable
 class ManyFleets(Protocol):
     """An engine over several fleets."""
@@ -356,27 +329,6 @@ async def abort_all(service: Service) -> AbortReport:
     if not isinstance(engine, AbortsAll):
         raise NotFound("this server does not know which requests are live; name them in request_ids")
     return AbortReport(aborted=await engine.abort_all())
-
-
-def steps_of(service: Service, operation_id: str) -> dict[str, str]:
-    """By step `running`, `done` or the sentence of its error.
-
-    Raises:
-        NotFound: nothing is known of it.
-    """
-    admin: object = service.admin
-    if isinstance(admin, OperationKeeper):
-        return admin.operation(operation_id)
-    keepers = [] if service.worker is None else [service.worker.policy, service.worker.adapter_table]
-    said = {
-        str(step): what
-        for keeper in keepers
-        if keeper is not None
-        for step, what in keeper.operations.status(operation_id).items()
-    }
-    if not said:
-        raise NotFound(f"no operation {operation_id!r} is known", param="operation_id")
-    return said
 
 
 async def post_policy(request: Request) -> Response:
@@ -473,13 +425,6 @@ def engine_routes() -> list[ApiRoute]:
             methods=["GET"],
             access="admin",
             doc=Doc(summary="Live workers", tag="discovery", answer=WorkerList, errors=(404, 502, 503)),
-        ),
-        ApiRoute(
-            "/v1/rl/operations/{operation_id}",
-            operation_steps,
-            methods=["GET"],
-            access="admin",
-            doc=Doc(summary="What became of an operation", tag="discovery", answer=OperationReport, errors=(404,)),
         ),
         ApiRoute(
             "/v1/rl/policy",

@@ -29,6 +29,7 @@ from rollplane.server.kv_events import kv_events
 from rollplane.server.observe import ObserveMiddleware
 from rollplane.server.openai import openai_routes
 from rollplane.server.openapi import describe, docs, openapi
+from rollplane.server.operations import operation_routes
 from rollplane.server.placement_metrics import PlacementCollector, Placing
 from rollplane.server.routes import ApiRoute, Doc
 from rollplane.server.server_info import server_info_routes
@@ -81,6 +82,7 @@ def route_table(role: str) -> list[ApiRoute]:
         *server_info_routes(),
         *health_routes(),
         *engine_routes(),
+        *operation_routes(),
         *broadcast_routes(),
         *compat_routes(),
         ApiRoute(

@@ -2,6 +2,10 @@
 
 import asyncio
 from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import save_file
 
 from rollplane.engines.base import Engine
 from rollplane.engines.mock.engine import MockEngine
@@ -165,3 +169,21 @@ class LocalWorker:
     def _tell(self) -> None:
         for listener in self._listeners:
             listener()
+
+
+def write_adapter(root: Path, name: str, *, value: float) -> str:
+    """An adapter's files, the same contents for the same value; its path."""
+    path = root / name
+    path.mkdir(parents=True, exist_ok=True)
+    (path / "adapter_config.json").write_text(
+        '{"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"]}'
+    )
+    base = "base_model.model.model.layers.0.self_attn.q_proj"
+    save_file(
+        {
+            f"{base}.lora_A.weight": np.full((4, 8), value, dtype=np.float32),
+            f"{base}.lora_B.weight": np.full((8, 4), value, dtype=np.float32),
+        },
+        path / "adapter_model.safetensors",
+    )
+    return str(path)
