@@ -10,6 +10,7 @@ from prometheus_client.registry import Collector
 from rollplane.router.health import CircuitState
 from rollplane.router.observed import Observed
 from rollplane.router.prefix_index import IndexSizes
+from rollplane.router.queue_counts import QueueReport, WaitTimes, Who
 from rollplane.router.report import PlacementReport, WorkerLoad
 from rollplane.server.metrics import Metrics
 from rollplane.server.placement_metrics import PlacementCollector
@@ -40,7 +41,16 @@ class Placed:
             pending_tokens=1,
         )
         sizes = IndexSizes(**dict.fromkeys(IndexSizes.__struct_fields__, 0))
-        return PlacementReport(policy="PrefixAware", workers=[worker], observed=Observed(), index=sizes)
+        who = Who(traffic="train", model="", caller="")
+        queue = QueueReport(
+            fleet="default",
+            running=1,
+            limits={"max_running": 1},
+            waiting={who: 1},
+            turned_away={(who, "full"): 1},
+            waited={"train": WaitTimes()},
+        )
+        return PlacementReport(policy="PrefixAware", workers=[worker], observed=Observed(), index=sizes, queues=[queue])
 
 
 def registered() -> dict[str, Family]:

@@ -128,6 +128,7 @@ def make_router(
         ),
         discovery=discovery,
         make_worker=make_worker,
+        name=name or DEFAULT_FLEET,
     )
 
 

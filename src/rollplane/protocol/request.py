@@ -364,7 +364,7 @@ def parse_request(
         data_parallel_rank=_rank(headers.get("x-data-parallel-rank")),
         idempotency_key=_header_text(headers.get("idempotency-key"), name="Idempotency-Key"),
         traceparent=_traceparent(headers.get("traceparent")),
-        caller=_caller(headers.get("authorization")),
+        caller=caller_of(headers.get("authorization")),
     )
 
 
@@ -380,8 +380,13 @@ def check_carried(request: GenerateRequest) -> None:
         check_items(request.features, prompt_tokens=request.prompt_tokens)
 
 
-def _caller(authorization: str | None) -> str | None:
-    return None if authorization is None else hashlib.sha256(authorization.encode()).hexdigest()[:16]
+def caller_of(authorization: str | None) -> str | None:
+    """What tells callers apart: the beginning of their key's digest, whichever way the header is spelt. None without a key."""
+    if authorization is None:
+        return None
+    scheme, _, key = authorization.strip().partition(" ")
+    key = key.strip() if scheme.lower() == "bearer" else authorization.strip()
+    return hashlib.sha256(key.encode()).hexdigest()[:16] if key else None
 
 
 def _extra(fields: _Body) -> dict[str, Any]:

@@ -3,21 +3,23 @@
 Without limits nothing waits and nothing is refused. With `max_running` the rest waits; only what is over `max_waiting` is
 refused, with 429 and when to come back. Whose turn it is when room is made: the class that got the least for its share
 (weighted fair queueing over sequences); in a class the lower `priority`, then who came first; a caller that is at its own
-limit is passed over.
+limit is passed over. Also what waits for a fleet's first worker counts as waiting here.
 """
 
 import asyncio
 import bisect
+import contextlib
 import itertools
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Final
 
 import msgspec
 
 from rollplane.errors import DeadlineExceeded, Overloaded
 from rollplane.protocol.request import GenerateRequest
+from rollplane.router.queue_counts import QueueCounts, QueueReport, Who, Why
 
 DEFAULT_CLASS: Final = "train"
 MAX_CLASSES: Final = 64
@@ -26,6 +28,8 @@ WEIGHT: Final = 0.1
 """Of the newest pause between two ends in its moving mean."""
 SHORTEST_RETRY_S: Final = 1.0
 LONGEST_RETRY_S: Final = 60.0
+CALLER_CHARS: Final = 8
+"""Of a caller's name in metrics: as many as the audit log shows of a key's digest."""
 
 
 class QueueSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,16 +44,25 @@ class QueueSettings(msgspec.Struct, frozen=True, kw_only=True):
     shares: Mapping[str, float] = {}
 
 
+LIMITS: Final = ("max_running", "max_running_per_key", "max_waiting", "max_waiting_per_key")
+
+
 class Waiter:
     """A request in the queue, or past it."""
 
-    __slots__ = ("caller", "sequences", "started", "traffic")
+    __slots__ = ("caller", "model", "sequences", "started", "traffic")
 
-    def __init__(self, sequences: int, *, traffic: str, caller: str | None) -> None:
+    def __init__(self, sequences: int, *, traffic: str, caller: str | None, model: str | None = None) -> None:
         self.sequences = sequences
         self.traffic = traffic
         self.caller = caller
+        self.model = model
         self.started = asyncio.Event()
+
+    @property
+    def who(self) -> Who:
+        """What metrics tell it by."""
+        return Who(traffic=self.traffic, model=self.model or "", caller=(self.caller or "")[:CALLER_CHARS])
 
 
 class FairQueue:
@@ -63,7 +76,9 @@ class FairQueue:
         self.settings = settings or QueueSettings()
         self.running = 0
         """Sequences that were let in and have not ended."""
-        self.refused = 0
+        self.counts = QueueCounts()
+        self._outside: list[Waiter] = []
+        """Requests that wait for something else than room."""
         self._of_caller: Counter[str | None] = Counter()
         self._waiting_of_caller: Counter[str | None] = Counter()
         self._waiting: dict[str, list[tuple[int, int, Waiter]]] = {}
@@ -78,9 +93,49 @@ class FairQueue:
         return f"<FairQueue {self.running} running, {dict(self.waiting)} waiting, {self.refused} refused>"
 
     @property
+    def refused(self) -> int:
+        """Requests that were over a limit of those that wait."""
+        return self.counts.refused
+
+    @property
     def waiting(self) -> dict[str, int]:
         """Requests that wait, by class."""
-        return {name: len(found) for name, found in self._waiting.items() if found}
+        found = Counter({name: len(line) for name, line in self._waiting.items() if line})
+        found.update(waiter.traffic for waiter in self._outside)
+        return dict(found)
+
+    def report(self, fleet: str) -> QueueReport:
+        """The queue as metrics show it."""
+        limits = {name: getattr(self.settings, name) for name in LIMITS}
+        lines = [waiter for line in self._waiting.values() for _, _, waiter in line]
+        return QueueReport(
+            fleet=fleet,
+            running=self.running,
+            limits={name: limit for name, limit in limits.items() if limit is not None},
+            waiting=dict(Counter(waiter.who for waiter in [*lines, *self._outside])),
+            turned_away=dict(self.counts.turned_away),
+            waited=dict(self.counts.waited),
+        )
+
+    @contextlib.contextmanager
+    def outside(self, *, traffic: str | None, caller: str | None, model: str | None) -> Generator[None, None, None]:
+        """Counts a request as waiting while the block lasts, which waits for something else than room.
+
+        Raises:
+            Overloaded: too many wait already.
+        """
+        waiter = Waiter(1, traffic=self._class_of(traffic), caller=caller, model=model)
+        self._check_waiting(waiter)
+        self._outside.append(waiter)
+        self._waiting_of_caller[caller] += 1
+        try:
+            yield
+        except DeadlineExceeded:
+            self.counts.turn_away(waiter.who, "deadline")
+            raise
+        finally:
+            self._outside.remove(waiter)
+            self._no_longer_waits(caller)
 
     async def enter(self, request: GenerateRequest, *, ends: float | None, woken: asyncio.Event) -> Waiter | None:
         """Wait for room; what `leave` takes back. None: `woken` was set first.
@@ -92,12 +147,11 @@ class FairQueue:
             Overloaded: too many wait already.
             DeadlineExceeded: there was no room in time.
         """
-        name = request.options.traffic_class or DEFAULT_CLASS
-        if name not in self._served and len(self._served) >= MAX_CLASSES:
-            name = DEFAULT_CLASS
-        waiter = Waiter(request.sampling.choices, traffic=name, caller=request.caller)
-        if not self.waiting and self._has_room(waiter):
+        name = self._class_of(request.options.traffic_class)
+        waiter = Waiter(request.sampling.choices, traffic=name, caller=request.caller, model=request.model)
+        if not any(self._waiting.values()) and self._has_room(waiter):
             self._start(waiter)
+            self.counts.waited_s(name, 0.0)
             return waiter
         self._check_waiting(waiter)
         if not self._waiting.get(name):
@@ -107,6 +161,7 @@ class FairQueue:
         entry = (request.priority, next(self._arrivals), waiter)
         bisect.insort(self._waiting.setdefault(name, []), entry)
         self._waiting_of_caller[waiter.caller] += 1
+        arrived = self._clock()
         self._start_next()
         try:
             await self._either(waiter.started, woken, ends=ends)
@@ -117,13 +172,13 @@ class FairQueue:
         finally:
             if not waiter.started.is_set():
                 self._waiting[name].remove(entry)
-            self._waiting_of_caller[waiter.caller] -= 1
-            if not self._waiting_of_caller[waiter.caller]:
-                del self._waiting_of_caller[waiter.caller]
+            self._no_longer_waits(waiter.caller)
+            self.counts.waited_s(name, self._clock() - arrived)
         if waiter.started.is_set():
             return waiter
         if woken.is_set():
             return None
+        self.counts.turn_away(waiter.who, "deadline")
         raise DeadlineExceeded(
             "the request waited for room in the fleet until its deadline", param="rollplane.deadline_s"
         )
@@ -142,6 +197,15 @@ class FairQueue:
 
     # -- inside ---------------------------------------------------------------------------------------------------------
 
+    def _class_of(self, traffic: str | None) -> str:
+        name = traffic or DEFAULT_CLASS
+        return name if name in self._served or len(self._served) < MAX_CLASSES else DEFAULT_CLASS
+
+    def _no_longer_waits(self, caller: str | None) -> None:
+        self._waiting_of_caller[caller] -= 1
+        if not self._waiting_of_caller[caller]:
+            del self._waiting_of_caller[caller]
+
     def _has_room(self, waiter: Waiter) -> bool:
         """A request larger than a limit runs alone rather than never."""
         total, own = self.settings.max_running, self.settings.max_running_per_key
@@ -154,12 +218,13 @@ class FairQueue:
         settings = self.settings
         count = sum(self.waiting.values())
         mine = self._waiting_of_caller[waiter.caller]
-        for limit, there, whose in (
-            (settings.max_waiting, count, "requests"),
-            (settings.max_waiting_per_key, mine, "requests of this key"),
-        ):
+        limits: tuple[tuple[int | None, int, str, Why], ...] = (
+            (settings.max_waiting, count, "requests", "full"),
+            (settings.max_waiting_per_key, mine, "requests of this key", "key_full"),
+        )
+        for limit, there, whose, why in limits:
             if limit is not None and there >= limit:
-                self.refused += 1
+                self.counts.turn_away(waiter.who, why)
                 wait_s = min(max((there + 1) * self._pause_s, SHORTEST_RETRY_S), LONGEST_RETRY_S)
                 raise Overloaded(f"{there} {whose} wait already, the limit is {limit}", retry_after_s=round(wait_s, 1))
 

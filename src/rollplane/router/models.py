@@ -5,6 +5,7 @@ router's own: checks, placement, holding, versions.
 """
 
 import asyncio
+import time
 from collections.abc import AsyncGenerator, Mapping
 
 import msgspec
@@ -63,6 +64,38 @@ class Models:
             request = msgspec.structs.replace(request, model=known_as)
         return router.generate(request)
 
+    async def known(
+        self, model: str | None, *, deadline_s: float | None, caller: str | None, traffic_class: str | None
+    ) -> EngineInfo:
+        """The facts of what serves a model; see `Router.known`. While no fleet that was reached serves it, those that were not
+        are waited for.
+
+        Raises:
+            NotFound: no fleet serves it.
+        """
+        asked = {"caller": caller, "traffic_class": traffic_class}
+        ends = None if deadline_s is None else time.monotonic() + deadline_s
+
+        def left_s() -> float | None:
+            return None if ends is None else max(ends - time.monotonic(), 0.0)
+
+        while True:
+            try:
+                router, _ = self._of(model)
+            except Unavailable:
+                unknown = [router for router in self.routers.values() if not router.reached]
+                waits = [asyncio.ensure_future(router.known(model, deadline_s=left_s(), **asked)) for router in unknown]
+                try:
+                    done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
+                    for wait in done:
+                        wait.result()
+                finally:
+                    for wait in waits:
+                        wait.cancel()
+                    await asyncio.gather(*waits, return_exceptions=True)
+            else:
+                return await router.known(model, deadline_s=left_s(), **asked)
+
     def _of(self, model: str | None) -> tuple[Router, str | None]:
         """The router, and the name by which its workers know the model."""
         if model is None:
@@ -113,6 +146,7 @@ class Models:
             workers=[worker for report in reports for worker in report.workers],
             observed=observed,
             index=reports[0].index,
+            queues=[queue for report in reports for queue in report.queues],
         )
 
     def known_models(self) -> list[tuple[EngineInfo, list[str]]]:

@@ -9,6 +9,7 @@ from rollplane.router.observed import Observed
 from rollplane.router.policies import Policy
 from rollplane.router.prefix_aware import PrefixAware
 from rollplane.router.prefix_index import IndexSizes
+from rollplane.router.queue_counts import QueueReport
 from rollplane.router.worker import RoutedWorker
 
 
@@ -30,16 +31,22 @@ class WorkerLoad(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class PlacementReport(msgspec.Struct, frozen=True, kw_only=True):
-    """A router's placement. `index`: None where the policy has none."""
+    """A router's placement. `index`: None where the policy has none. `queues`: of each fleet."""
 
     policy: str
     workers: list[WorkerLoad]
     observed: Observed
     index: IndexSizes | None = None
+    queues: list[QueueReport] = msgspec.field(default_factory=list)
 
 
 def placement_report(
-    policy: Policy, workers: list[RoutedWorker], observed: Observed, *, lag: Callable[[str | None], int | None]
+    policy: Policy,
+    workers: list[RoutedWorker],
+    observed: Observed,
+    *,
+    queue: QueueReport,
+    lag: Callable[[str | None], int | None],
 ) -> PlacementReport:
     """The report of now. `lag`: how far a version is behind."""
     index = policy.index if isinstance(policy, PrefixAware) else None
@@ -47,6 +54,7 @@ def placement_report(
     return PlacementReport(
         policy=type(policy).__name__,
         observed=observed,
+        queues=[queue],
         index=None if index is None else index.sizes,
         workers=[
             WorkerLoad(

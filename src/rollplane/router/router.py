@@ -5,8 +5,9 @@ mistake is never repeated elsewhere. What was tried is in `attempt`.
 """
 
 import asyncio
+import contextlib
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable
+from collections.abc import AsyncGenerator, Callable
 from typing import Final
 
 import msgspec
@@ -28,6 +29,7 @@ from rollplane.protocol.request import GenerateRequest
 from rollplane.rl.fleet import Fleet
 from rollplane.rl.members import FleetWorker
 from rollplane.rl.remote import RemoteWorker
+from rollplane.router.addressing import addressed
 from rollplane.router.cache_followers import CacheFollowers
 from rollplane.router.constraints import circuits, fitting
 from rollplane.router.fair_queue import FairQueue, QueueSettings, Waiter
@@ -35,9 +37,10 @@ from rollplane.router.health import Circuit, CircuitSettings, is_fault, may_move
 from rollplane.router.held import abort_events
 from rollplane.router.key_homes import KeyHomes
 from rollplane.router.observed import Observed
+from rollplane.router.placed import Placement, RoutedRequests, close_events, either
 from rollplane.router.policies import Policy, make_policy
 from rollplane.router.prefill_pace import PaceSettings, PrefillPace, Ticket
-from rollplane.router.prefix_aware import PrefixAware
+from rollplane.router.prefill_turns import PrefillTurns
 from rollplane.router.report import PlacementReport, placement_report
 from rollplane.router.worker import RoutedWorker
 
@@ -61,24 +64,6 @@ class RouterSettings(msgspec.Struct, frozen=True, kw_only=True):
     prefill: PaceSettings = msgspec.field(default_factory=PaceSettings)
 
 
-class _Placement:
-    """Where one request is: on a worker, or held (None)."""
-
-    __slots__ = ("aborted", "ticket", "woken", "worker")
-
-    def __init__(self) -> None:
-        self.worker: RoutedWorker | None = None
-        self.ticket: Ticket | None = None
-        self.aborted = False
-        self.woken = asyncio.Event()
-
-    def wake(self) -> None:
-        """End its wait, whatever it waits for."""
-        self.woken.set()
-        if self.ticket is not None:
-            self.ticket.wake()
-
-
 class Router:
     """A fleet as one `Engine`.
 
@@ -88,6 +73,7 @@ class Router:
         discovery: who the workers are, followed from `start` on. None: the caller adds them to the fleet.
         make_worker: the worker at an address that discovery names.
         clock: monotonic seconds, by which the workers' pace is measured.
+        name: of the fleet, in metrics.
     """
 
     def __init__(
@@ -99,7 +85,9 @@ class Router:
         discovery: Discovery | None = None,
         make_worker: Callable[[str], FleetWorker] = RemoteWorker,
         clock: Callable[[], float] = time.monotonic,
+        name: str = "default",
     ) -> None:
+        self.name = name
         self._clock = clock
         self.fleet = fleet
         self._discovery = discovery
@@ -112,10 +100,11 @@ class Router:
         self.queue = FairQueue(self.settings.queue, clock=clock)
         self._keys = KeyHomes(clock=clock)
         self.prefill = PrefillPace(self.settings.prefill, clock=clock)
-        self._caches = CacheFollowers(self.policy, on_learn=self._learned)
+        self._turns = PrefillTurns(self.prefill, self.policy)
+        self._caches = CacheFollowers(self.policy, on_learn=self._turns.learned)
         self._workers: dict[str, RoutedWorker] = {}
-        self._placed: dict[str, _Placement] = {}
-        self._live = LiveRequests(_Routed(self))
+        self._placed: dict[str, Placement] = {}
+        self._live = LiveRequests(RoutedRequests(self))
         self._closing = False
 
     def __repr__(self) -> str:
@@ -134,6 +123,15 @@ class Router:
             Unavailable: none was reached yet.
         """
         return self.fleet.info
+
+    @property
+    def reached(self) -> bool:
+        """Whether the facts of its workers are known."""
+        try:
+            self.fleet.info  # noqa: B018 - asked for its error
+        except Unavailable:
+            return False
+        return True
 
     @property
     def workers(self) -> list[RoutedWorker]:
@@ -181,7 +179,8 @@ class Router:
 
     def placement(self) -> PlacementReport:
         """Each worker's load and cache as placement sees them now."""
-        return placement_report(self.policy, self.workers, self.observed, lag=self.fleet.lag)
+        queue = self.queue.report(self.name)
+        return placement_report(self.policy, self.workers, self.observed, queue=queue, lag=self.fleet.lag)
 
     async def health(self) -> EngineHealth:
         """The fleet's health: ready as soon as one worker can take requests."""
@@ -244,9 +243,14 @@ class Router:
             await asyncio.to_thread(identify, request.features)
         else:
             identify(request.features)
-        await self._until_known(ends)
-        check_request(request, self.info)
-        placement = self._placed[request.request_id] = _Placement()
+        about = request.options
+        check_request(
+            request,
+            await self.known(
+                request.model, deadline_s=deadline_s, caller=request.caller, traffic_class=about.traffic_class
+            ),
+        )
+        placement = self._placed[request.request_id] = Placement()
         entered: Waiter | None = None
         attempt = request.attempt
         tried: list[RoutedWorker] = []
@@ -275,18 +279,17 @@ class Router:
                         predicted = self.policy.placed(request, worker)
                 ticket: Ticket | None = None
                 try:
-                    ticket = await self._turn(request, worker, placement)
+                    ticket = await self._turns.wait(request, worker, placement)
                 except BaseException:
                     worker.release(**size)
                     raise
                 if ticket is not None and (placement.woken.is_set() or not worker.member.routable):
                     # It waited, and meanwhile this worker is no more the one to send to, or the request was aborted.
                     worker.release(**size)
-                    self._spent(worker, ticket)
+                    self._turns.spent(worker, ticket)
                     continue
-                sent = self._addressed(request, worker, attempt=attempt, ends=ends)
-                if request.idempotency_key is not None and not worker.member.routable:
-                    sent.attach_only = True
+                left_s = None if ends is None else ends - time.monotonic()
+                sent = addressed(request, worker, self.fleet, attempt=attempt, left_s=left_s)
                 placement.worker = worker
                 sent_at, made = self._clock(), 0
                 handed_on = False
@@ -314,7 +317,7 @@ class Router:
                             held_back = []
                             yield event
                     finally:
-                        await _close(events)
+                        await close_events(events)
                     worker.circuit.succeeded()
                     return
                 except RollplaneError as found:
@@ -323,7 +326,7 @@ class Router:
                     placement.worker = None
                     worker.release(**size)
                     if ticket is not None:
-                        self._spent(worker, ticket)
+                        self._turns.spent(worker, ticket)
                 if is_fault(error):
                     worker.circuit.failed()
                 else:
@@ -355,27 +358,37 @@ class Router:
             if self._placed.get(request.request_id) is placement:  # a repeat may have taken the id meanwhile
                 del self._placed[request.request_id]
 
-    async def _until_known(self, ends: float | None) -> None:
-        """Wait for the first worker's facts, without which no request can be checked.
+    async def known(
+        self, model: str | None, *, deadline_s: float | None, caller: str | None, traffic_class: str | None
+    ) -> EngineInfo:
+        """The facts of the workers, without which no request can be checked. Until the first one is reached a request waits,
+        and counts among those that wait for room.
 
         Raises:
-            Unavailable: none was reached in time.
+            Overloaded: too many wait already. DeadlineExceeded: none was reached in time.
+            Unavailable: none was reached within the hold limit, or the router closes.
         """
-        limit = time.monotonic() + self.settings.hold_limit_s if ends is None else ends
-        while True:
-            changed = self.fleet.changed
-            try:
-                self.fleet.info  # noqa: B018 - asked for its error
-            except Unavailable:
-                left = limit - time.monotonic()
-                if left <= 0 or self._closing:
-                    raise
-                await _either(changed, timeout_s=min(left, RECHECK_S))
-            else:
-                return
+        with contextlib.suppress(Unavailable):
+            return self.fleet.info
+        limit = time.monotonic() + (self.settings.hold_limit_s if deadline_s is None else deadline_s)
+        with self.queue.outside(traffic=traffic_class, caller=caller, model=model):
+            while True:
+                changed = self.fleet.changed
+                try:
+                    return self.fleet.info
+                except Unavailable as error:
+                    left = limit - time.monotonic()
+                    if self._closing or (left <= 0 and deadline_s is None):
+                        raise
+                    if left <= 0:
+                        raise DeadlineExceeded(
+                            f"the request could not be placed within its deadline: {error.message}",
+                            param="rollplane.deadline_s",
+                        ) from None
+                    await either(changed, timeout_s=min(left, RECHECK_S))
 
     async def _choose(
-        self, request: GenerateRequest, placement: _Placement, *, ends: float | None, avoid: list[RoutedWorker]
+        self, request: GenerateRequest, placement: Placement, *, ends: float | None, avoid: list[RoutedWorker]
     ) -> RoutedWorker | None:
         """The worker to send to, waited for; None when the request was aborted meanwhile.
 
@@ -409,37 +422,7 @@ class Router:
                     f"the request could not be placed within its deadline: {fit.error.message}",
                     param="rollplane.deadline_s",
                 )
-            await _either(changed, placement.woken, timeout_s=min(left, RECHECK_S))
-
-    async def _turn(self, request: GenerateRequest, worker: RoutedWorker, placement: "_Placement") -> Ticket | None:
-        """Wait while the worker has prompts enough to compute; None where that is not known."""
-        policy = self.policy
-        if not isinstance(policy, PrefixAware) or policy.index is None or request.attach_only:
-            return None
-        keys = policy.to_compute(request, worker)
-        if keys is None:
-            return None
-        size = policy.index.block_tokens
-        ticket = placement.ticket = self.prefill.ask(worker.url, keys, block_tokens=size)
-        if ticket.sent or placement.woken.is_set():
-            return ticket
-        try:
-            await self.prefill.wait(worker.url, ticket, block_tokens=size)
-        except BaseException:
-            self._spent(worker, ticket)
-            raise
-        return ticket
-
-    def _spent(self, worker: RoutedWorker, ticket: Ticket) -> None:
-        index = self.policy.index if isinstance(self.policy, PrefixAware) else None
-        if index is not None:
-            self.prefill.done(worker.url, ticket, block_tokens=index.block_tokens)
-
-    def _learned(self, worker: RoutedWorker) -> None:
-        index = self.policy.index if isinstance(self.policy, PrefixAware) else None
-        if index is not None:
-            url = worker.url
-            self.prefill.learned(url, lambda keys: index.reported(url, keys), block_tokens=index.block_tokens)
+            await either(changed, placement.woken, timeout_s=min(left, RECHECK_S))
 
     async def _keeper(
         self, key: str, request: GenerateRequest, chosen: RoutedWorker, *, avoid: list[RoutedWorker]
@@ -456,35 +439,6 @@ class Router:
         await self._keys.claim(key, chosen.url, workers=workers, instead_of=url)
         return chosen
 
-    def _addressed(
-        self, request: GenerateRequest, worker: RoutedWorker, *, attempt: int, ends: float | None
-    ) -> GenerateRequest:
-        """The request as this worker gets it: its version as a precondition, and the time that is left."""
-        options = request.options
-        changes: dict[str, float | None] = {}
-        if ends is not None:
-            changes["deadline_s"] = max(ends - time.monotonic(), 0.001)
-        for name in ("min_policy_version", "max_policy_lag"):
-            # The fleet's to judge: a worker does not know the order of versions it never had.
-            if getattr(options, name) is not None:
-                changes[name] = None
-        if changes:
-            options = msgspec.structs.replace(options, **changes)
-        return msgspec.structs.replace(
-            request,
-            options=options,
-            attempt=attempt,
-            expects_policy_version=self._expected(request, worker),
-            caller=None,  # of no use to a worker
-        )
-
-    def _expected(self, request: GenerateRequest, worker: RoutedWorker) -> str | None:
-        options = request.options
-        bounded = options.min_policy_version or options.policy_version or options.max_policy_lag is not None
-        if self.fleet.checkpoint is not None or bounded:
-            return worker.version
-        return None  # workers are only observed: whatever it has is right
-
     @staticmethod
     async def _refresh(worker: RoutedWorker) -> None:
         try:
@@ -499,54 +453,9 @@ class Router:
         look.add_done_callback(self._looks.discard)
 
     async def _something(self, timeout_s: float) -> None:
-        await _either(self.fleet.changed, timeout_s=min(timeout_s, RECHECK_S))
-
-
-class _Routed:
-    """The router under its own live-request table."""
-
-    def __init__(self, router: Router) -> None:
-        self._router = router
-
-    def __repr__(self) -> str:
-        return repr(self._router)
-
-    @property
-    def info(self) -> EngineInfo:
-        return self._router.info
-
-    async def start(self) -> None:
-        return
-
-    async def close(self, *, grace_s: float = 0.0) -> None:
-        return
-
-    async def abort(self, request_id: str) -> int:
-        return await self._router.abort(request_id)
-
-    async def health(self) -> EngineHealth:
-        return await self._router.health()
-
-    def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
-        return self._router.routed(request)
+        await either(self.fleet.changed, timeout_s=min(timeout_s, RECHECK_S))
 
 
 def _busy(error: RollplaneError) -> bool:
     """A worker that cannot take it now, where another may; the request's own deadline is over everywhere."""
     return isinstance(error, ServiceError) and error.retryable
-
-
-async def _close(events: AsyncIterator[Event]) -> None:
-    close = getattr(events, "aclose", None)
-    if close is not None:
-        await close()
-
-
-async def _either(*events: asyncio.Event, timeout_s: float) -> None:
-    """Return when one of the events is set, or after `timeout_s`."""
-    waits = [asyncio.ensure_future(event.wait()) for event in events]
-    try:
-        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
-    finally:
-        for wait in waits:
-            wait.cancel()

@@ -3,23 +3,59 @@
 import time
 from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any, Final
+from typing import Any, Final, Protocol, runtime_checkable
 
 from starlette.types import Receive
 
 from rollplane.engines.base import Engine
-from rollplane.errors import RollplaneError
+from rollplane.errors import RollplaneError, Unavailable
 from rollplane.fold import Fold
 from rollplane.protocol.events import ChoiceEvent, Event, PromptEvent
-from rollplane.protocol.request import GenerateRequest
+from rollplane.protocol.info import EngineInfo
+from rollplane.protocol.request import GenerateRequest, RequestOptions
 from rollplane.protocol.response import Choice
 from rollplane.server.service import Service
-from rollplane.server.watch import run_watched
+from rollplane.server.watch import run_unanswered, run_watched
 
 BIG_BODY_BYTES: Final = 256 * 1024
 BIG_NUMBERS: Final = 16_384
 BIG_ROUTES_BYTES: Final = 1 << 20
 """From these sizes on, work moves to the pool: shorter work costs less than the hand-over."""
+
+
+@runtime_checkable
+class KnownLater(Protocol):
+    """An engine that may not know yet what it serves: a router whose workers were not reached."""
+
+    async def known(
+        self, model: str | None, *, deadline_s: float | None, caller: str | None, traffic_class: str | None
+    ) -> EngineInfo:
+        """What serves this model, waited for up to the deadline."""
+        ...
+
+
+async def info_of(
+    service: Service, receive: Receive, *, model: str | None, options: RequestOptions, caller: str | None
+) -> EngineInfo:
+    """The facts of what serves a request. A server that has just started waits for them as the request would wait for a
+    worker; what that takes is taken off the request's deadline.
+
+    Raises:
+        RollplaneError: they did not come in time, too many wait, or the caller hung up.
+    """
+    try:
+        return service.engine.info
+    except Unavailable:
+        engine: object = service.engine
+        if not isinstance(engine, KnownLater):
+            raise
+    began, deadline_s = time.monotonic(), options.deadline_s
+    waiting = engine.known(model, deadline_s=deadline_s, caller=caller, traffic_class=options.traffic_class)
+    with service.one_in_flight():
+        info = await run_unanswered(waiting, receive)
+    if deadline_s is not None:
+        options.deadline_s = max(deadline_s - (time.monotonic() - began), 0.001)
+    return info
 
 
 @asynccontextmanager

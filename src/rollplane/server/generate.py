@@ -14,7 +14,7 @@ from rollplane.protocol.answer import encode_json, encode_msgpack, encode_pieces
 from rollplane.protocol.info import EngineInfo
 from rollplane.protocol.pieces import Piece
 from rollplane.protocol.request import JSON, MSGPACK, Encoding, GenerateRequest, RequestLimits, parse_request
-from rollplane.server.engine_calls import BIG_BODY_BYTES, BIG_NUMBERS, add_event, is_big, running
+from rollplane.server.engine_calls import BIG_BODY_BYTES, BIG_NUMBERS, add_event, info_of, is_big, running
 from rollplane.server.error_responses import as_rollplane_error
 from rollplane.server.pieces import PiecesAnswer
 from rollplane.server.service import Service
@@ -47,7 +47,8 @@ async def generate(request: Request) -> ASGIApp:
         stream = asked.stream
         request.scope["rollplane.request_id"] = asked.request_id
         wanted = wanted_type(request.headers.get("accept"), stream=stream)
-        plan = plan_for(asked, service.engine.info, exact=service.role == "worker")
+        info = await info_of(service, request.receive, model=asked.model, options=asked.options, caller=asked.caller)
+        plan = plan_for(asked, info, exact=service.role == "worker")
         routes = asked.options.routed_experts_encoding or service.settings.routes_encoding
         if stream:
             return EventStream(service, asked, plan, routes=routes, arrived=arrived)

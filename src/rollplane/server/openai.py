@@ -29,9 +29,16 @@ from rollplane.protocol.openai import (
     parse_completion,
     prompts_of,
 )
-from rollplane.protocol.request import JSON, MAX_REQUEST_ID_CHARS, ContentPart, GenerateRequest, RequestOptions
+from rollplane.protocol.request import (
+    JSON,
+    MAX_REQUEST_ID_CHARS,
+    ContentPart,
+    GenerateRequest,
+    RequestOptions,
+    caller_of,
+)
 from rollplane.protocol.response import GenerateResponse
-from rollplane.server.engine_calls import BIG_BODY_BYTES, BIG_NUMBERS, add_event, running
+from rollplane.server.engine_calls import BIG_BODY_BYTES, BIG_NUMBERS, add_event, info_of, running
 from rollplane.server.error_responses import as_rollplane_error, json_response
 from rollplane.server.generate import plan_for
 from rollplane.server.openai_answers import Style, encode, whole_answer
@@ -42,6 +49,8 @@ from rollplane.server.text import TextModel, chat_messages
 from rollplane.server.watch import read_body, run_watched
 
 BIG_TEXT_CHARS: Final = 16_384
+TRAFFIC_CLASS: Final = "eval"
+"""Whose share of a full fleet these routes count against, where the caller says nothing else."""
 ERRORS: Final = (400, 404, 409, 413, 415, 429, 502, 503, 504)
 
 
@@ -142,9 +151,23 @@ async def _asked(request: Request, service: Service, body: EvaluationBody, raw: 
                 f"{where} has {each.size} tokens, the limit is {service.settings.max_prompt_tokens}", param=where
             )
     request_id = _request_id(request.headers.get("x-request-id"), body.request_id)
-    model = body.model or service.engine.info.model
+    options = _options(request, body)
+    caller = caller_of(request.headers.get("authorization"))
+    info = await info_of(service, request.receive, model=body.model, options=options, caller=caller)
+    model = body.model or info.model
     style = Style.of(body, model=model, request_id=request_id, routes=service.settings.routes_encoding)
-    return Asked(_requests(request, body, raw, ids, media, style, request_id), style, texts, body)
+    return Asked(_requests(request, body, raw, ids, media, style, request_id, options), style, texts, body)
+
+
+def _options(request: Request, body: EvaluationBody) -> RequestOptions:
+    options = body.rollplane or RequestOptions()
+    if options.session_id is None:
+        options.session_id = request.headers.get("x-session-id")
+    options.traffic_class = options.traffic_class or TRAFFIC_CLASS
+    # Evaluations parse strictly and train nothing: side channels are for those who ask.
+    options.routed_experts = options.routed_experts or False
+    options.sampling_mask = options.sampling_mask or False
+    return options
 
 
 def _render(texts: TextModel, body: ChatBody, messages: list[dict[str, Any]]) -> str:
@@ -165,13 +188,9 @@ def _requests(
     media: list[ContentPart],
     style: Style,
     request_id: str,
+    options: RequestOptions,
 ) -> list[GenerateRequest]:
-    options = body.rollplane or RequestOptions()
-    if options.session_id is None:
-        options.session_id = request.headers.get("x-session-id")
-    # Evaluations parse strictly and train nothing: side channels are for those who ask.
-    options.routed_experts = options.routed_experts or False
-    options.sampling_mask = options.sampling_mask or False
+    caller = caller_of(request.headers.get("authorization"))
     digest, key = xxhash.xxh3_128_hexdigest(raw), request.headers.get("idempotency-key")
     one = len(prompts) == 1
     return [
@@ -188,6 +207,7 @@ def _requests(
             options=options,
             body_digest=f"{digest}-{i}",
             idempotency_key=key if key is None or one else f"{key}-{i}",
+            caller=caller,
         )
         for i, ids in enumerate(prompts)
     ]

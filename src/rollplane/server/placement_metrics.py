@@ -1,11 +1,13 @@
 """Placement in Prometheus' form, read from the router when scraped."""
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Protocol, runtime_checkable
 
-from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from rollplane.router.queue_counts import BUCKETS_S, QueueReport
 from rollplane.router.report import PlacementReport
 
 
@@ -74,6 +76,7 @@ class PlacementCollector(Collector):
         wrong.add_metric(["over"], observed.over_tokens)
         wrong.add_metric(["under"], observed.under_tokens)
         yield wrong
+        yield from queue_families(report.queues)
         if report.index is None:
             return
         blocks = GaugeMetricFamily("rollplane_prefix_index_blocks", "Blocks in the prefix index", labels=["kind"])
@@ -88,3 +91,32 @@ class PlacementCollector(Collector):
         for why, field in (("orphan", "orphans"), ("evicted", "evicted"), ("stale", "stale")):
             left_out.add_metric([why], getattr(report.index, field))
         yield left_out
+
+
+def queue_families(queues: Sequence[QueueReport]) -> Iterator[Metric]:
+    """How long each fleet's queue is, how long requests waited there, and which were turned away."""
+    running = GaugeMetricFamily("rollplane_queue_running", "Sequences let into a fleet and not ended", labels=["fleet"])
+    limits = GaugeMetricFamily("rollplane_queue_limit", "A configured limit, by setting", labels=["fleet", "limit"])
+    whose = ["fleet", "traffic_class", "model", "caller"]
+    waiting = GaugeMetricFamily("rollplane_queue_waiting", "Requests that wait before a fleet", labels=whose)
+    away = CounterMetricFamily(
+        "rollplane_queue_turned_away",
+        "Requests over a limit (full, key_full: 429), or whose deadline passed while they waited",
+        labels=[*whose, "why"],
+    )
+    waited = HistogramMetricFamily(
+        "rollplane_queue_wait_seconds", "How long requests waited before a fleet, 0 included", labels=whose[:2]
+    )
+    for queue in queues:
+        running.add_metric([queue.fleet], queue.running)
+        for name, limit in queue.limits.items():
+            limits.add_metric([queue.fleet, name], limit)
+        for who, count in queue.waiting.items():
+            waiting.add_metric([queue.fleet, who.traffic, who.model, who.caller], count)
+        for (who, why), count in queue.turned_away.items():
+            away.add_metric([queue.fleet, who.traffic, who.model, who.caller, why], count)
+        for traffic, times in queue.waited.items():
+            sums = list(itertools.accumulate(times.counts))
+            buckets = list(zip([*map(str, BUCKETS_S), "+Inf"], sums, strict=True))
+            waited.add_metric([queue.fleet, traffic], buckets, times.sum_s)
+    yield from (running, limits, waiting, away, waited)

@@ -8,6 +8,7 @@ import pytest
 from rollplane.errors import DeadlineExceeded, Overloaded
 from rollplane.protocol.request import GenerateRequest
 from rollplane.router.fair_queue import FairQueue, QueueSettings, Waiter
+from rollplane.router.queue_counts import BUCKETS_S, MAX_LABELS, QueueCounts, Who
 from rollplane.testing.clock import settle
 from rollplane.testing.requests import make_request
 
@@ -167,3 +168,63 @@ async def test_a_request_let_in_while_it_is_cancelled_gives_its_room_back() -> N
     second.cancel()
     await settle()
     assert line.queue.running == 0
+
+
+async def test_the_report_says_who_waits_how_long_and_who_was_turned_away() -> None:
+    now = 0.0
+    line = Line(QueueSettings(max_running=1, max_waiting=2, max_waiting_per_key=1))
+    line.queue = FairQueue(line.queue.settings, clock=lambda: now)
+    await line.ask("first", asked())
+    await line.ask("eval", asked("eval", caller="0123456789abcdef"))
+    with pytest.raises(Overloaded, match="of this key"):
+        await line.queue.enter(asked("eval", caller="0123456789abcdef"), ends=None, woken=asyncio.Event())
+    await line.ask("train", asked(caller="fedcba9876543210"))
+    with pytest.raises(Overloaded, match="2 requests wait"):
+        await line.queue.enter(asked(), ends=None, woken=asyncio.Event())
+    evaluation, training = who("eval", "01234567"), who("train", "fedcba98")
+    report = line.queue.report("policy")
+    assert (report.fleet, report.running) == ("policy", 1)
+    assert report.limits == {"max_running": 1, "max_waiting": 2, "max_waiting_per_key": 1}
+    assert report.waiting == {evaluation: 1, training: 1}
+    assert report.turned_away == {(evaluation, "key_full"): 1, (who("train", ""), "full"): 1}
+    now = 2.0
+    await line.end_one()
+    await line.end_one()
+    waited = line.queue.report("policy").waited
+    assert (waited["train"].sum_s, sum(waited["train"].counts)) == (2.0, 2)
+    assert (waited["eval"].sum_s, sum(waited["eval"].counts)) == (2.0, 1)
+    assert waited["eval"].counts[BUCKETS_S.index(5.0)] == 1
+    assert line.queue.refused == 2
+
+
+def who(traffic: str, caller: str) -> Who:
+    return Who(traffic=traffic, model="", caller=caller)
+
+
+async def test_a_deadline_that_passes_in_the_queue_is_counted_and_no_refusal() -> None:
+    line = Line(QueueSettings(max_running=1))
+    await line.ask("first", asked())
+    with pytest.raises(DeadlineExceeded):
+        await line.queue.enter(asked(), ends=time.monotonic(), woken=asyncio.Event())
+    assert line.queue.report("f").turned_away == {(who("train", ""), "deadline"): 1}
+    assert line.queue.refused == 0
+
+
+def test_what_is_told_apart_is_bounded_whatever_callers_send() -> None:
+    counts = QueueCounts()
+    for i in range(MAX_LABELS + 10):
+        counts.turn_away(Who(traffic="train", model=f"m{i}", caller=""), "full")
+    assert len(counts.turned_away) == MAX_LABELS + 1
+    assert counts.turned_away[Who(traffic="other", model="other", caller="other"), "full"] == 10
+    assert counts.refused == MAX_LABELS + 10
+
+
+async def test_what_waits_for_something_else_than_room_counts_under_the_same_limits() -> None:
+    queue = FairQueue(QueueSettings(max_waiting=1, max_waiting_per_key=1))
+    with queue.outside(traffic=None, caller="a", model=None):
+        assert queue.waiting == {"train": 1}
+        with pytest.raises(Overloaded), queue.outside(traffic="eval", caller="b", model=None):
+            pass
+        # Room there is: nobody who can go is held up by those outside.
+        assert await queue.enter(asked(), ends=None, woken=asyncio.Event()) is not None
+    assert queue.waiting == {}

@@ -1,0 +1,103 @@
+"""Where a router's requests are, and small helpers of its waits."""
+
+import asyncio
+from collections.abc import AsyncGenerator, AsyncIterator
+from typing import Protocol
+
+from rollplane.protocol.events import Event
+from rollplane.protocol.info import EngineHealth, EngineInfo
+from rollplane.protocol.request import GenerateRequest
+from rollplane.router.prefill_pace import Ticket
+from rollplane.router.worker import RoutedWorker
+
+
+class Placement:
+    """Where one request is: on a worker, or held (None)."""
+
+    __slots__ = ("aborted", "ticket", "woken", "worker")
+
+    def __init__(self) -> None:
+        self.worker: RoutedWorker | None = None
+        self.ticket: Ticket | None = None
+        self.aborted = False
+        self.woken = asyncio.Event()
+
+    def __repr__(self) -> str:
+        return f"<Placement {'held' if self.worker is None else self.worker.url}{', aborted' if self.aborted else ''}>"
+
+    def wake(self) -> None:
+        """End its wait, whatever it waits for."""
+        self.woken.set()
+        if self.ticket is not None:
+            self.ticket.wake()
+
+
+class Routes(Protocol):
+    """A router as its table of live requests sees it."""
+
+    @property
+    def info(self) -> EngineInfo:
+        """See `Engine.info`."""
+        ...
+
+    async def abort(self, request_id: str) -> int:
+        """See `Engine.abort`."""
+        ...
+
+    async def health(self) -> EngineHealth:
+        """See `Engine.health`."""
+        ...
+
+    def routed(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
+        """Serve a request that owns its id."""
+        ...
+
+
+class RoutedRequests:
+    """A router as the engine under its own table of live requests, which closes nothing."""
+
+    def __init__(self, router: Routes) -> None:
+        self._router = router
+
+    def __repr__(self) -> str:
+        return repr(self._router)
+
+    @property
+    def info(self) -> EngineInfo:
+        """The router's."""
+        return self._router.info
+
+    async def start(self) -> None:
+        """The router starts itself."""
+
+    async def close(self, *, grace_s: float = 0.0) -> None:
+        """The router closes itself."""
+
+    async def abort(self, request_id: str) -> int:
+        """See `Engine.abort`."""
+        return await self._router.abort(request_id)
+
+    async def health(self) -> EngineHealth:
+        """See `Engine.health`."""
+        return await self._router.health()
+
+    def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
+        """Serve a request that owns its id."""
+        return self._router.routed(request)
+
+
+async def close_events(events: AsyncIterator[Event]) -> None:
+    """Stop the work behind events, where they can be closed."""
+    close = getattr(events, "aclose", None)
+    if close is not None:
+        await close()
+
+
+async def either(*events: asyncio.Event, timeout_s: float) -> None:
+    """Return when one of the events is set, or after `timeout_s`."""
+    waits = [asyncio.ensure_future(event.wait()) for event in events]
+    try:
+        await asyncio.wait(waits, timeout=timeout_s, return_when=asyncio.FIRST_COMPLETED)
+    finally:
+        for wait in waits:
+            wait.cancel()
