@@ -6,14 +6,19 @@ BIN := .venv/bin
 help: ## Show this list
 	@awk -F ':.*## ' '/^[a-z-]+:.*## / { printf "  make %-10s %s\n", $$1, $$2 }' $(MAKEFILE_LIST)
 
+$(BIN)/rollplane:
+	$(MAKE) setup
+
 setup: ## Make .venv and install Rollplane with the embedded engine, gRPC and the tests' tools
 	python3 -m venv .venv
 	$(BIN)/pip install -c constraints.txt -e '.[embedded,grpc,test]'
 
-demo: ## Train a tiny policy with GRPO through the whole stack, on one CPU
+demo: | $(BIN)/rollplane ## Train a tiny policy with GRPO through the whole stack, on one CPU
 	$(BIN)/python -m rollplane.demo
 
-prove: ## Show that RL runs end to end: weights by broadcast, adapters, routed replay (vLLM where make vllm-env made it)
+prove: | $(BIN)/rollplane ## Show that RL runs end to end on real vLLM: broadcast, adapters, images, routed replay
+	bash scripts/make_vllm_env.sh
+	bash scripts/fetch_vllm_rs.sh
 	$(BIN)/rollplane prove --json runs/proof.json
 
 test: ## Run the tests that need no other environment (unit, contract, e2e)

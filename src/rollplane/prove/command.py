@@ -16,13 +16,18 @@ from rich.console import Console
 from rich.table import Table
 
 from rollplane.errors import InvalidRequest, RollplaneError
-from rollplane.prove.record import Run
+from rollplane.prove.record import REPORT, Run
 from rollplane.prove.worker import EngineName
 
 RunName = Literal["dense", "lora", "image", "moe"]
 NAMES: Final[tuple[RunName, ...]] = ("dense", "lora", "image", "moe")
 EngineChoice = Literal["auto", "embedded", "vllm"]
 MARK: Final = ".rollplane-proof"
+PLOT: Final = "proof.svg"
+WIDTH: Final = 110
+"""Columns of the table where it is not shown on a terminal."""
+MOST_TIMES: Final = 100_000
+"""A ratio above is written as such: float32 engine and trainer agree to the last bit or so."""
 
 
 def prove(
@@ -48,18 +53,25 @@ def prove(
         ".cache/vllm-rs/vllm-rs-0.31.0"
     ),
     seed: Annotated[int, typer.Option(min=0, help="Of the models, the prompts and the sampling.")] = 0,
+    recompute: Annotated[
+        bool, typer.Option("--recompute", help="Run nothing: the figures again from the files in --out.")
+    ] = False,
 ) -> None:
     """Show on this machine that RL runs end to end: every step of every run passes, with its mismatch KL.
 
     dense: three optimizer steps, weights by broadcast from memory. lora: three steps, adapters from disk, flipped while requests
     run. image: three steps on features that vLLM rendered, over its Rust server (left out where that is not there and the run was
     not named). moe: GRPO with routed experts and sampling masks replayed, one update in flight, and the routing stress.
-    Exits with 1 where a step failed.
+    Exits with 1 where a step failed, or where --recompute finds other figures than the report in --out.
     """
-    console = Console()
+    console = Console(width=None if sys.stdout.isatty() else WIDTH)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, _interrupt)  # so that `with` blocks end the workers on a plain kill, too
     try:
+        if recompute:
+            _again(out, json_file=json_file, console=console)
+            return
+        _check_json_file(json_file)
         chosen = chosen_runs(run)
         if not run and not image_is_possible(vllm_env=vllm_env, vllm_rs=vllm_rs):
             chosen.remove("image")
@@ -77,7 +89,12 @@ def prove(
         console.print("interrupted", style="red")
         raise typer.Exit(130) from None
     body = msgspec.json.format(msgspec.json.encode([each.tree() for each in runs]), indent=2)
-    (place / "proof.json").write_bytes(body)
+    (place / REPORT).write_bytes(body)
+    if importlib.util.find_spec("matplotlib") is not None:
+        from rollplane.prove.plot import write_plot
+
+        write_plot(runs, place / PLOT)
+        console.print(f"plot: {place / PLOT}", markup=False, soft_wrap=True)
     if json_file is not None:
         json_file.write_bytes(body)
     console.print(table_of(runs))
@@ -85,6 +102,40 @@ def prove(
         for line in [*each.failures, *(f"step {s.step}: {f}" for s in each.steps for f in s.failures)]:
             console.print(f"{each.name}: {line}", style="red", markup=False)
     if not all(each.passed for each in runs):
+        raise typer.Exit(1)
+
+
+def _check_json_file(path: Path | None) -> None:
+    """Now, not after all runs."""
+    if path is None:
+        return
+    try:
+        path.absolute().parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    except OSError as error:
+        raise InvalidRequest(f"{path} cannot be written: {error}", param="json") from None
+
+
+def _again(out: Path, *, json_file: Path | None, console: Console) -> None:
+    """`--recompute`: print what the files say, and where the report says otherwise."""
+    import torch
+    import transformers
+
+    from rollplane.prove.recompute import differences
+    from rollplane.prove.recompute import recompute as figures_of
+
+    torch.set_num_threads(1)
+    transformers.utils.logging.disable_progress_bar()
+    figures = figures_of(out)
+    body = msgspec.json.format(msgspec.json.encode(figures), indent=2)
+    if json_file is not None:
+        json_file.write_bytes(body)
+    console.print(body.decode(), markup=False, highlight=False, soft_wrap=True)
+    other = differences(out, figures)
+    for line in other:
+        console.print(line, style="red", markup=False)
+    console.print(f"{len(other)} figures differ from {out / REPORT}", markup=False, soft_wrap=True)
+    if other:
         raise typer.Exit(1)
 
 
@@ -198,7 +249,7 @@ def table_of(runs: list[Run]) -> Table:
         run_name = run.name.split("-")[0]
         for step in run.steps:
             ratio = None if step.previous_kl is None else step.previous_kl / step.mismatch_kl
-            previous = "" if ratio is None else f"{step.previous_kl:.1e} ({ratio:.0f}x)"
+            previous = "" if ratio is None else f"{step.previous_kl:.1e} ({_times(ratio)})"
             table.add_row(
                 run_name,
                 str(step.step),
@@ -211,9 +262,19 @@ def table_of(runs: list[Run]) -> Table:
         stress: dict[str, Any] | None = run.figures.get("stress_mismatch_kl")
         for name, kl in (stress or {}).items():
             table.add_row(run_name, "stress", "", "", f"{kl:.1e}", f"replay: {name}", "")
+        flight: dict[str, Any] = run.figures.get("in_flight") or {"versions": {}}
+        for version, part in flight["versions"].items():
+            for name, kl in (("own keys", part["kl"]), ("over older keys", part["kl_after_boundary"])):
+                if kl is not None:
+                    says = f"{part['tokens']} tokens, {name}"
+                    table.add_row(run_name, "in flight", version, "", f"{kl:.1e}", says, "")
         made_by = f"{run.engine} {run.dtype}"
         table.add_row(run_name, made_by, "", "", "", "", "PASSED" if run.passed else "FAILED", end_section=True)
     return table
+
+
+def _times(ratio: float) -> str:
+    return f"{ratio:.0f}x" if ratio <= MOST_TIMES else f"over {MOST_TIMES:,}x"
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

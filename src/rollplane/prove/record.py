@@ -4,6 +4,8 @@ import math
 from dataclasses import asdict, dataclass, field
 from typing import Any, Final
 
+REPORT: Final = "proof.json"
+"""In a proof's directory: the runs, as `--json` writes them."""
 KL_LIMIT: Final = 1e-3
 """Most mismatch KL of a step, in nats; the reference line of such systems is 3e-4 to 6e-4."""
 PREVIOUS_RATIO: Final = 50.0

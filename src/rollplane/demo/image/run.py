@@ -196,6 +196,25 @@ async def _learn(base_url: str, trainer: Trainer, pictures: list[Rendered], *, o
     )
 
 
+def recompute(out: Path) -> dict[str, list[float]]:
+    """`mismatch_kl` and `previous_kl` of every step again, from the model, the pictures, the adapters and the rollouts in `out`.
+
+    Raises:
+        OSError: a file of the run is missing.
+    """
+    pictures = msgspec.json.decode((out / "pictures.json").read_bytes(), type=list[Rendered])
+    trainer = Trainer(out / DIRECTORY, pictures=pictures, support=support(), seed=0)
+    found: dict[str, list[float]] = {"mismatch_kl": [], "previous_kl": []}
+    for number in range(1, STEPS + 1):
+        with np.load(out / f"rollout-v{number}.npz") as kept:
+            tokens, logprobs = list(kept["tokens"]), kept["logprobs"]
+        for name, version in (("mismatch_kl", number), ("previous_kl", number - 1)):
+            trainer.load(out / "adapters" / f"v{version}")
+            with torch.no_grad():
+                found[name].append(mismatch(trainer.score(tokens).numpy(), logprobs).kl)
+    return found
+
+
 async def _publish(trainer: Trainer, admin: AdminClient, path: Path) -> int:
     """Save the adapter and serve it from now on; its generation."""
     record = await admin.load_adapter(ADAPTER, str(trainer.save(path)))

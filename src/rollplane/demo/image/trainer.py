@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, get_peft_model, load_peft_weights, set_peft_model_state_dict
 from transformers import Qwen2_5_VLForConditionalGeneration
 
 from rollplane.demo.image.model import IMAGE_PAD
@@ -47,6 +47,10 @@ class Trainer:
         """Write the adapter as a PEFT directory."""
         self._model.save_pretrained(path, safe_serialization=True)
         return path
+
+    def load(self, path: Path) -> None:
+        """Take the values of a saved adapter."""
+        set_peft_model_state_dict(self._model, load_peft_weights(str(path), device="cpu"))
 
     def weights(self) -> dict[str, torch.Tensor]:
         """A copy of the adapter's weights."""
