@@ -1,8 +1,17 @@
 """What `check` sees before anything is started, and what `config` says of where values came from."""
 
+import contextlib
+import http.server
+import importlib.metadata
 import json
 import os
+import shutil
+import socket
 import struct
+import threading
+import time
+from collections.abc import Iterator
+from email.utils import formatdate
 from pathlib import Path
 from typing import Any
 
@@ -79,6 +88,60 @@ def test_a_key_file_that_others_read_and_a_missing_root_are_seen(tmp_path: Path)
 
 def test_workers_that_nobody_answers_for_fail() -> None:
     assert states(frontend__workers=["http://127.0.0.1:1"])["worker http://127.0.0.1:1"][0] == "fail"
+
+
+def test_a_port_that_somebody_listens_at_fails() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        state, says = states(server__port=taken.getsockname()[1])["ports"]
+
+    assert state == "fail"
+    assert "in use" in says
+
+
+@contextlib.contextmanager
+def worker_that_says(date: str) -> Iterator[str]:
+    class Health(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_response_only(200)
+            self.send_header("Date", date)
+            self.send_header("Content-Length", "0")
+            self.end_headers()
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    with http.server.HTTPServer(("127.0.0.1", 0), Health) as server:
+        thread = threading.Thread(target=server.serve_forever, args=(0.01,))
+        thread.start()
+        try:
+            yield f"http://127.0.0.1:{server.server_port}"
+        finally:
+            server.shutdown()
+            thread.join()
+
+
+def test_a_worker_whose_clock_is_another_is_a_warning() -> None:
+    for ahead_s, expected in ((0, "ok"), (600, "warn")):
+        with worker_that_says(formatdate(time.time() + ahead_s, usegmt=True)) as url:
+            state, says = states(frontend__workers=[url])[f"worker {url}"]
+        assert state == expected, says
+    assert "clock" in says
+
+
+def test_a_disk_that_is_almost_full_is_a_warning(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    usage = shutil.disk_usage(tmp_path)
+    monkeypatch.setattr(shutil, "disk_usage", lambda place: usage._replace(free=2**20))
+
+    assert states(server__root=[str(tmp_path)])[f"disk {tmp_path}"][0] == "warn"
+
+
+def test_a_vllm_that_is_too_old_fails(monkeypatch: pytest.MonkeyPatch, model: Path) -> None:
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.28.1")
+
+    state, says = states(worker__engine="vllm", worker__model=str(model))["engine"]
+
+    assert state == "fail"
+    assert "0.28.1 is older than 0.29" in says
 
 
 def test_the_command_says_how_many_failed_and_ends_with_1() -> None:
