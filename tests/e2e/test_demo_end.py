@@ -26,7 +26,14 @@ def ignore_sigint():
 
 
 @pytest.mark.timeout(180)
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 130), (signal.SIGKILL, -9)])
+@pytest.mark.parametrize(
+    ("number", "code"),
+    [
+        pytest.param(signal.SIGINT, 130, marks=pytest.mark.full),  # SIGTERM goes its way
+        (signal.SIGTERM, 130),
+        (signal.SIGKILL, -9),
+    ],
+)
 def test_an_interrupted_demo_leaves_no_process(tmp_path, number, code):
     out, said = tmp_path / "run", tmp_path / "output.log"
     command = demo("--steps", "500", "--out", str(out), imitation_steps=2)
