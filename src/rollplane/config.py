@@ -51,6 +51,10 @@ class ServerSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     tokenizer: Annotated[
         str | None, _about("Directory of the tokenizer and chat template of the OpenAI routes; the model's if absent")
     ] = None
+    tool_call_parser: Annotated[
+        Literal["hermes"] | None,
+        _about("How the model writes tool calls, to be read from chats with tools; without it those are a 400"),
+    ] = None
     routes_encoding: Annotated[
         Literal["structured", "npy"], _about("Encoding of routed experts where a request does not choose")
     ] = "structured"

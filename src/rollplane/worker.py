@@ -22,6 +22,7 @@ from rollplane.engines.base import (
     Engine,
     IsolatesVersions,
     KvEventSource,
+    MediaRenderer,
     OutlivesWorker,
     WeightReceiver,
 )
@@ -43,6 +44,7 @@ from rollplane.protocol.broadcast import GroupReport, Manifest, TransferGroup
 from rollplane.protocol.events import EndEvent, Event
 from rollplane.protocol.info import EngineHealth, EngineInfo, EngineState
 from rollplane.protocol.kv_events import KvBatch
+from rollplane.protocol.rendered import RenderBody, Rendered
 from rollplane.protocol.request import GenerateRequest
 from rollplane.protocol.state import HEARTBEAT_S, WorkerState
 from rollplane.rl.adapters import AdapterTable
@@ -455,6 +457,17 @@ class Worker:
     async def workers(self) -> list[WorkerRecord]:
         """This worker."""
         return [self.record()]
+
+    async def render_media(self, body: RenderBody) -> Rendered:
+        """See `MediaRenderer.render_media`.
+
+        Raises:
+            InvalidRequest: this engine makes no features.
+        """
+        if not isinstance(self.engine, MediaRenderer):
+            says = f"the {self.info.engine} engine makes no features of raw media; render them elsewhere"
+            raise InvalidRequest(says, param="messages")
+        return await self.engine.render_media(body)
 
     async def load_adapter(self, name: str, path: str, *, operation: Operation | None = None) -> AdapterRecord:
         """See `PolicyAdmin.load_adapter`."""

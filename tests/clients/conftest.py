@@ -82,3 +82,14 @@ def with_tool_tokens(model: Path, out: Path) -> Path:
         if (model / name).is_file():
             shutil.copy(model / name, out)
     return out
+
+
+@pytest.fixture(scope="session")
+def adapters(moe_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+    root = tmp_path_factory.mktemp("adapters")
+    words = (
+        "import sys; from tests.models.tiny import make_lora\n"
+        f"for i in range(2): make_lora(f'{root}/step_{{i}}', base={str(moe_model)!r}, seed=i)"
+    )
+    subprocess.run([PYTHON, "-c", words], cwd=ROOT, check=True, timeout=120, capture_output=True)
+    return [root / "step_0", root / "step_1"]

@@ -1,7 +1,6 @@
 """The HTTP calls of trainers whose clients cannot be installed here, in their order, with their bodies and defaults.
 
-prime-rl's administration (its packages are not published) and SkyRL's remote client (it pins another vLLM). TRL's client runs
-itself, in vLLM's environment: `trl_client.py`.
+prime-rl's administration: its packages are not published. TRL's client runs itself, in vLLM's environment: `trl_client.py`.
 """
 
 import json
@@ -12,7 +11,7 @@ from pathlib import Path
 
 import httpx
 import pytest
-from tests.clients.conftest import MODEL, PYTHON, model_directory
+from tests.clients.conftest import MODEL, model_directory
 from tests.real.processes import ROOT, VLLM_ENV
 
 VLLM_GAUGES = (
@@ -27,17 +26,6 @@ VLLM_GAUGES = (
 async def http(server: str) -> AsyncIterator[httpx.AsyncClient]:
     async with httpx.AsyncClient(base_url=server, timeout=60) as client:
         yield client
-
-
-@pytest.fixture(scope="session")
-def adapters(moe_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
-    root = tmp_path_factory.mktemp("adapters")
-    words = (
-        "import sys; from tests.models.tiny import make_lora\n"
-        f"for i in range(2): make_lora(f'{root}/step_{{i}}', base={str(moe_model)!r}, seed=i)"
-    )
-    subprocess.run([PYTHON, "-c", words], cwd=ROOT, check=True, timeout=120, capture_output=True)
-    return [root / "step_0", root / "step_1"]
 
 
 async def test_prime_rl_starts_updates_and_reads_metrics(http: httpx.AsyncClient) -> None:
@@ -111,34 +99,6 @@ async def test_prime_rls_broadcast_over_nccl_is_refused_with_the_reason(http: ht
 
     assert answer.status_code == 400
     assert "pickle" in answer.text
-
-
-async def test_skyrl_samples_detokenizes_and_controls(http: httpx.AsyncClient) -> None:
-    size = await http.request("GET", "/get_world_size", json={})
-    assert size.json()["world_size"] == 1
-    assert "content-length" in size.headers
-
-    rollout = await http.post(
-        "/inference/v1/generate",
-        json={
-            "sampling_params": {"max_tokens": 4, "logprobs": 0},
-            "model": MODEL,
-            "token_ids": [8, 9],
-            "cache_salt": "train_3",
-        },
-        headers={"X-Session-ID": "7"},
-    )
-    choice = rollout.json()["choices"][0]
-    assert len(choice["logprobs"]["content"]) == len(choice["token_ids"])
-    text = await http.post("/detokenize", json={"model": MODEL, "tokens": choice["token_ids"]})
-    assert isinstance(text.json()["prompt"], str)
-
-    for call, body in (
-        ("/pause?mode=keep&clear_cache=false", None),
-        ("/resume", None),
-        ("/reset_prefix_cache", {"reset_running_requests": False}),
-    ):
-        assert (await http.post(call, json=body)).status_code == 200, call
 
 
 def test_trls_own_client_generates_chats_and_scores(server: str) -> None:

@@ -112,6 +112,24 @@ async def test_the_sdk_chats_through_the_models_template(served: Served, sdk: op
     assert [len(each.top_logprobs) for each in choice.logprobs.content] == [2] * found.usage.completion_tokens
 
 
+async def test_a_rendered_chat_is_the_request_that_generate_answers_as_the_chat_route_does(served: Served) -> None:
+    body = {**CHAT_BODY, "model": MODEL, "cache_salt": "7", "max_tokens": 6}
+    rendered = await post(served, f"{CHAT}/render", body)
+    chat = await post(served, CHAT, {**body, "return_token_ids": True})
+    made = await post(served, "/inference/v1/generate", rendered)
+
+    assert rendered["token_ids"] == chat["prompt_token_ids"]
+    assert rendered["features"] is None
+    assert made["choices"][0]["token_ids"] == chat["choices"][0]["token_ids"]
+
+
+async def test_an_engine_that_processes_no_media_renders_none(served: Served) -> None:
+    content = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]
+    refused = await post(served, f"{CHAT}/render", {"messages": [{"role": "user", "content": content}]}, status=400)
+
+    assert "features" in refused["error"]["message"]
+
+
 async def test_the_sdk_streams_a_chat_to_the_unary_text(served: Served, sdk: openai.AsyncOpenAI) -> None:
     whole = await post(served, CHAT, CHAT_BODY)
     text, usage, role = "", None, None

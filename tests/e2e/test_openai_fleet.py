@@ -10,6 +10,7 @@ from tests.models import tiny
 
 from rollplane.client.admin import AdminClient
 from rollplane.engines.mock.settings import MockSettings
+from rollplane.protocol.rendered import RenderBody, Rendered
 
 WORDS = MockSettings(vocab_tokens=1024)
 SLOW = MockSettings(vocab_tokens=1024, step_s=0.01)
@@ -34,6 +35,33 @@ async def test_a_chat_goes_through_the_router_streamed_and_unary_alike() -> None
     assert text == whole["choices"][0]["message"]["content"]
     assert whole["rollplane"]["worker"] in ("worker-0", "worker-1")
     assert whole["choices"][0]["policy_versions"] == [["initial", 0]]
+
+
+async def test_media_are_processed_by_a_worker_and_come_back_as_features() -> None:
+    asked: list[RenderBody] = []
+
+    async def render(body: RenderBody) -> Rendered:
+        asked.append(body)
+        return Rendered(token_ids=[*body.token_ids, 9], features={"mm_hashes": {"image": ["h"]}})
+
+    content = [{"type": "image_url", "image_url": {"url": "data:image/png;base64,AA=="}}]
+    async with fleet_of([WORDS]) as fleet, aiohttp.ClientSession() as http:
+        fleet.frontend.service.texts.directory = tiny.shared_model("qwen-vl")
+        url = f"{fleet.frontend.url}/v1/chat/completions/render"
+        body = {"messages": [{"role": "user", "content": content}], "max_tokens": 1}
+        async with http.post(url, json=body) as answer:
+            unable = answer.status, await answer.text()
+        fleet.workers[0].worker.engine.render_media = render  # type: ignore[attr-defined]
+        async with http.post(url, json=body) as answer:
+            assert answer.status == 200, await answer.text()
+            found = await answer.json()
+
+    assert unable[0] == 400
+    assert "makes no features" in unable[1]
+    (one,) = asked
+    assert [part.url for part in one.content_parts] == ["data:image/png;base64,AA=="]
+    assert found["token_ids"] == [*one.token_ids, 9]
+    assert found["features"] == {"mm_hashes": {"image": ["h"]}}
 
 
 async def test_a_hang_up_ends_every_prompts_work() -> None:

@@ -11,8 +11,19 @@ from rollplane.server.auth import Access
 from rollplane.worker import Worker
 
 PUBLIC = {"/health", "/liveness", "/ready"}
-OPENAI = {"/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"}
-DATA = {GENERATE, "/metrics", "/v1/models", "/v1/models/{name:path}", "/openapi.json", "/docs", "/server_info", *OPENAI}
+OPENAI = {"/v1/completions", "/v1/chat/completions", "/v1/chat/completions/render", "/tokenize", "/detokenize"}
+SKYRL = {"/skyrl/v1/generate", "/finish_session"}
+DATA = {
+    GENERATE,
+    "/metrics",
+    "/v1/models",
+    "/v1/models/{name:path}",
+    "/openapi.json",
+    "/docs",
+    "/server_info",
+    *OPENAI,
+    *SKYRL,
+}
 
 
 def allowed(access: Access, key: str | None) -> int | None:

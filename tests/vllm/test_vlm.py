@@ -21,6 +21,7 @@ from rollplane.engines.vllm.media import placeholders_of
 from rollplane.errors import InvalidRequest, RollplaneError
 from rollplane.identity import identify
 from rollplane.protocol.features import parse_features
+from rollplane.protocol.rendered import RenderBody
 from rollplane.protocol.request import ContentPart
 from rollplane.protocol.response import GenerateResponse
 from rollplane.testing import answer, make_request
@@ -150,12 +151,33 @@ async def test_the_shape_of_an_image_is_part_of_what_it_is(
     assert found[0] != found[1]
 
 
+async def test_what_we_render_is_what_vllms_own_route_renders(
+    engine: VllmEngine, rendered: dict[str, tuple[list[int], Features]]
+) -> None:
+    """And the engine is not taken to have seen it: the next test sends the same image raw."""
+    for colour in ("red", "blue"):
+        token_ids, features = rendered[colour]
+        parts = [ContentPart(type="image_url", url=data_url(colour))]
+
+        ours = await engine.render_media(RenderBody(token_ids=shortened(token_ids), content_parts=parts))
+
+        assert ours.token_ids == token_ids
+        assert ours.features["mm_hashes"] == features["mm_hashes"]
+        assert ours.features["mm_placeholders"] == features["mm_placeholders"]
+        assert ours.features["kwargs_data"] == features["kwargs_data"]
+
+
+def shortened(token_ids: list[int]) -> list[int]:
+    """One placeholder per image."""
+    return [t for i, t in enumerate(token_ids) if t != IMAGE_PAD_ID or token_ids[i - 1] == VISION_START_ID]
+
+
 async def test_features_and_raw_images_give_one_answer(
     engine: VllmEngine, rendered: dict[str, tuple[list[int], Features]]
 ) -> None:
     """A double normalisation of pixels would show here."""
     token_ids, features = rendered["red"]
-    short = [t for i, t in enumerate(token_ids) if t != IMAGE_PAD_ID or token_ids[i - 1] == VISION_START_ID]
+    short = shortened(token_ids)
     assert short.count(IMAGE_PAD_ID) == 1
     parts = [ContentPart(type="image_url", url=data_url("red"))]
     fields = {"content_parts": parts, "return_token_ids": True}

@@ -12,6 +12,7 @@ from rollplane.protocol.admin import FlushReport, PauseMode, PauseReport, Resume
 from rollplane.protocol.broadcast import Manifest, TransferGroup
 from rollplane.protocol.events import Event
 from rollplane.protocol.info import EngineHealth, EngineInfo
+from rollplane.protocol.rendered import RenderBody, Rendered
 from rollplane.protocol.request import GenerateRequest
 
 
@@ -186,6 +187,19 @@ class KvEventSource(Protocol):
 
     def kv_events(self) -> AsyncIterator[Any]:
         """Batches of `protocol.kv_events.KvEvent`, first a snapshot of what is stored, then changes."""
+        ...
+
+
+@runtime_checkable
+class MediaRenderer(Protocol):
+    """An engine that turns raw media into the features that Generate takes, without generating."""
+
+    async def render_media(self, body: RenderBody) -> Rendered:
+        """Process the media of one prompt.
+
+        Raises:
+            InvalidRequest: media that cannot be processed, or that the prompt has no place for.
+        """
         ...
 
 

@@ -36,10 +36,12 @@ from rollplane.protocol.hop import (
 from rollplane.protocol.http import error_from_answer
 from rollplane.protocol.info import EngineHealth, EngineInfo
 from rollplane.protocol.kv_events import KV_EVENTS_PATH, KvBatch, KvBatchReader
+from rollplane.protocol.rendered import RENDER_PATH, RenderBody, Rendered
 from rollplane.protocol.request import JSON, MSGPACK, GenerateRequest
 from rollplane.protocol.state import HEARTBEAT_S, StateReader, WorkerState, decode_state
 
 ABORT_PATH: Final = "/engine/abort_request"
+RENDER_S: Final = 120.0
 DEADLINE_GRACE_S: Final = 5.0
 """The worker ends a request at its deadline itself; only then is it taken for gone."""
 KEEPALIVE_IDLE_S: Final = 10
@@ -291,6 +293,18 @@ class RemoteEngine:
         answer = await self.post_json(ABORT_PATH, {"request_id": request_id}, timeout_s=30.0)
         count = answer.get("aborted", 0)
         return count if isinstance(count, int) else 0
+
+    async def render_media(self, body: RenderBody) -> Rendered:
+        """See `MediaRenderer.render_media`.
+
+        Raises:
+            TransportError: no answer, or one of another shape.
+        """
+        answer = await self.post_json(RENDER_PATH, msgspec.to_builtins(body), timeout_s=RENDER_S)
+        try:
+            return msgspec.convert(answer, Rendered)
+        except msgspec.ValidationError as error:
+            raise TransportError(f"worker {self.base_url} rendered something else: {error}") from None
 
     async def health(self) -> EngineHealth:
         """The last health heard; not alive where the worker cannot be reached now."""

@@ -6,7 +6,7 @@ made of pieces (`rollplane.protocol.pieces`), block by block of tokens.
 """
 
 import itertools
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import msgspec
 import numpy as np
@@ -31,6 +31,8 @@ from rollplane.protocol.response import Choice, GenerateResponse, Usage
 _msgpack = msgspec.msgpack.Encoder(enc_hook=enc_hook)
 _response_decoder = msgspec.msgpack.Decoder(GenerateResponse, dec_hook=dec_hook)
 _json = msgspec.json.Encoder()
+RoutesForm = Encoding | Literal["nested"]
+"""How an answer writes routed experts: as a request may ask, or `nested`, SkyRL's JSON lists [rows, layers, top_k]."""
 _NULL: Final = msgspec.Raw(b"null")
 BLOCK_NUMBERS: Final = 2048
 """Numbers written in one go where an answer is made of pieces: a fraction of a millisecond."""
@@ -58,12 +60,12 @@ def decode_msgpack(body: bytes) -> GenerateResponse:
     return response
 
 
-def encode_json(response: GenerateResponse, *, routes: Encoding = "structured") -> bytes:
+def encode_json(response: GenerateResponse, *, routes: RoutesForm = "structured") -> bytes:
     """The JSON form of a whole answer, compact."""
     return _json.encode(_tree(response, routes=routes))
 
 
-def json_pieces(response: GenerateResponse, *, routes: Encoding = "structured") -> list[Piece]:
+def json_pieces(response: GenerateResponse, *, routes: RoutesForm = "structured") -> list[Piece]:
     """The same text in pieces."""
     holes = Holes()
     return holes.fill(_json.encode(_tree(response, routes=routes, holes=holes)))
@@ -74,7 +76,7 @@ def encode_pieces(response: GenerateResponse) -> list[Piece]:
     return msgpack_pieces(response)
 
 
-def _tree(response: GenerateResponse, *, routes: Encoding, holes: Holes | None = None) -> dict[str, Any]:
+def _tree(response: GenerateResponse, *, routes: RoutesForm, holes: Holes | None = None) -> dict[str, Any]:
     return {
         "request_id": response.request_id,
         "model": response.model,
@@ -92,7 +94,7 @@ def _tree(response: GenerateResponse, *, routes: Encoding, holes: Holes | None =
     }
 
 
-def choice_tree(choice: Choice, *, routes: Encoding = "structured", holes: Holes | None = None) -> dict[str, Any]:
+def choice_tree(choice: Choice, *, routes: RoutesForm = "structured", holes: Holes | None = None) -> dict[str, Any]:
     """The JSON tree of one finished choice; big parts are raw bytes already, or (with `holes`) marks of pieces."""
     tree: dict[str, Any] = {
         "index": choice.index,
@@ -111,15 +113,26 @@ def choice_tree(choice: Choice, *, routes: Encoding = "structured", holes: Holes
 
 
 def routes_tree(
-    experts: RoutedExperts, *, routes: Encoding, holes: Holes | None = None
+    experts: RoutedExperts, *, routes: RoutesForm, holes: Holes | None = None
 ) -> dict[str, Any] | str | msgspec.Raw:
-    """Routed experts in the encoding that was asked for."""
+    """Routed experts in the encoding that was asked for; `npy` and `nested` cannot state their start."""
+    if routes == "nested":
+        return _nested(experts.array, holes)
     if holes is None:
         return encode_routes_npy(experts) if routes == "npy" else encode_routes_structured(experts)
     if routes == "npy":
         return _quoted(holes.mark(npy_pieces(experts.array)))
     array, described = wire_routes(experts)
     return {"data": _quoted(holes.mark(base64_pieces(array.reshape(-1).view(np.uint8).data))), **described}
+
+
+def _nested(rows: np.ndarray[Any, Any], holes: Holes | None) -> msgspec.Raw:
+    if holes is None or rows.size <= BLOCK_NUMBERS:
+        return msgspec.Raw(_json.encode(rows.tolist()))
+    blocks = in_blocks(
+        len(rows), lambda a, b: _json.encode(rows[a:b].tolist())[1:-1], block=_rows(len(rows), rows.size)
+    )
+    return msgspec.Raw(b"[" + holes.mark(blocks) + b"]")
 
 
 def usage_tree(usage: Usage) -> dict[str, Any]:

@@ -94,8 +94,11 @@ def parse_completion(body: bytes, *, drop_unknown: bool = False) -> CompletionBo
     return found
 
 
-def parse_chat(body: bytes, *, drop_unknown: bool = False) -> ChatBody:
+def parse_chat(body: bytes, *, drop_unknown: bool = False, reads_tools: bool = False) -> ChatBody:
     """The checked body of `/v1/chat/completions`.
+
+    Args:
+        reads_tools: tool calls are read from this model's text.
 
     Raises:
         InvalidRequest: naming the field, the value's kind and the limit.
@@ -103,10 +106,10 @@ def parse_chat(body: bytes, *, drop_unknown: bool = False) -> ChatBody:
     found: ChatBody = _read(body, ChatBody, drop_unknown=drop_unknown)
     if not 1 <= len(found.messages) <= MAX_MESSAGES:
         raise InvalidRequest(f"messages must hold 1 to {MAX_MESSAGES}, has {len(found.messages)}", param="messages")
-    if found.tools and found.tool_choice != "none":
+    if found.tools and found.tool_choice != "none" and not reads_tools:
         raise InvalidRequest(
-            "tools with a tool_choice other than none: no parser of this model's tool calls is here; with tool_choice none the "
-            "tools are shown in the prompt, and calls come back as text",
+            "tools with a tool_choice other than none: no parser of this model's tool calls is here (--tool-call-parser); with "
+            "tool_choice none the tools are shown in the prompt, and calls come back as text",
             param="tools",
         )
     if found.tool_choice not in (None, "none", "auto"):

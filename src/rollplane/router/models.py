@@ -13,6 +13,7 @@ import msgspec
 from rollplane.errors import NotFound, RollplaneError, Unavailable
 from rollplane.protocol.events import Event
 from rollplane.protocol.info import EngineHealth, EngineInfo
+from rollplane.protocol.rendered import RenderBody, Rendered
 from rollplane.protocol.request import GenerateRequest
 from rollplane.rl.fleet import Fleet
 from rollplane.router.observed import Observed
@@ -95,6 +96,11 @@ class Models:
                     await asyncio.gather(*waits, return_exceptions=True)
             else:
                 return await router.known(model, deadline_s=left_s(), **asked)
+
+    async def render_media(self, body: RenderBody, *, model: str | None = None) -> Rendered:
+        """See `Router.render_media`; where the model is."""
+        router, _ = self._of(model)
+        return await router.render_media(body)
 
     def _of(self, model: str | None) -> tuple[Router, str | None]:
         """The router, and the name by which its workers know the model."""

@@ -14,9 +14,11 @@ import msgspec
 
 from rollplane.admission import check_request
 from rollplane.discovery.base import Discovery
+from rollplane.engines.base import MediaRenderer
 from rollplane.engines.wrappers.live import LiveRequests
 from rollplane.errors import (
     DeadlineExceeded,
+    InvalidRequest,
     PreconditionFailed,
     RollplaneError,
     ServiceError,
@@ -25,6 +27,7 @@ from rollplane.errors import (
 from rollplane.identity import identify
 from rollplane.protocol.events import ChoiceEvent, EndEvent, Event, PromptEvent
 from rollplane.protocol.info import EngineHealth, EngineInfo
+from rollplane.protocol.rendered import RenderBody, Rendered
 from rollplane.protocol.request import GenerateRequest
 from rollplane.rl.fleet import Fleet
 from rollplane.rl.members import FleetWorker
@@ -223,6 +226,20 @@ class Router:
     async def abort_all(self) -> int:
         """End every request that this frontend has placed or holds; how many there were."""
         return sum(await asyncio.gather(*(self.abort(request_id) for request_id in list(self._placed))))
+
+    async def render_media(self, body: RenderBody, *, model: str | None = None) -> Rendered:
+        """Let the least loaded worker process the media of a prompt; `model` is for `Models` to choose by.
+
+        Raises:
+            Unavailable: no worker can take requests.
+        """
+        able = [worker for worker in self.workers if worker.member.routable]
+        if not able:
+            raise Unavailable("no worker can take requests")
+        engine = min(able, key=lambda worker: worker.load).member.worker.engine
+        if not isinstance(engine, MediaRenderer):
+            raise InvalidRequest("the workers make no features of raw media", param="messages")
+        return await engine.render_media(body)
 
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
         """Serve one request; see `Engine.generate`. Deadlines count from here.

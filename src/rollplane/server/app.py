@@ -31,9 +31,11 @@ from rollplane.server.openai import openai_routes
 from rollplane.server.openapi import describe, docs, openapi
 from rollplane.server.operations import operation_routes
 from rollplane.server.placement_metrics import PlacementCollector, Placing
+from rollplane.server.render import RENDER_PATH, render_media, render_routes
 from rollplane.server.routes import ApiRoute, Doc
 from rollplane.server.server_info import server_info_routes
 from rollplane.server.service import Service
+from rollplane.server.skyrl import skyrl_routes
 from rollplane.server.state import state
 from rollplane.server.wire_docs import GenerateAnswer, GenerateBody
 
@@ -79,12 +81,14 @@ def route_table(role: str) -> list[ApiRoute]:
             ),
         ),
         *openai_routes(),
+        *render_routes(),
         *server_info_routes(),
         *health_routes(),
         *engine_routes(),
         *operation_routes(),
         *broadcast_routes(),
         *compat_routes(),
+        *skyrl_routes(),
         ApiRoute(
             "/openapi.json",
             openapi,
@@ -106,6 +110,7 @@ def route_table(role: str) -> list[ApiRoute]:
         routes = [
             ApiRoute(GENERATE_PATH, hop_generate, methods=["POST"], access="admin", doc=hidden),
             ApiRoute(STATE_PATH, state, methods=["GET"], access="admin", doc=hidden),
+            ApiRoute(RENDER_PATH, render_media, methods=["POST"], access="admin", doc=hidden),
             ApiRoute(KEYS_PATH, keys, methods=["POST"], access="admin", doc=hidden),
             ApiRoute(KV_EVENTS_PATH, kv_events, methods=["GET"], access="admin", doc=hidden),
             *routes,

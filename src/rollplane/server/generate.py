@@ -1,6 +1,7 @@
 """`POST /inference/v1/generate`: read, run, fold, write; unary here, streams in `server.sse`."""
 
 import time
+from collections.abc import Callable
 from typing import Final
 
 from starlette.requests import Request
@@ -10,10 +11,10 @@ from starlette.types import ASGIApp
 from rollplane.admission import wants_mask, wants_routes
 from rollplane.errors import InvalidRequest, Unavailable
 from rollplane.fold import Fold, FoldPlan
-from rollplane.protocol.answer import encode_json, encode_msgpack, encode_pieces, json_pieces
+from rollplane.protocol.answer import RoutesForm, encode_json, encode_msgpack, encode_pieces, json_pieces
 from rollplane.protocol.info import EngineInfo
 from rollplane.protocol.pieces import Piece
-from rollplane.protocol.request import JSON, MSGPACK, Encoding, GenerateRequest, RequestLimits, parse_request
+from rollplane.protocol.request import JSON, MSGPACK, GenerateRequest, RequestLimits, parse_request
 from rollplane.server.engine_calls import BIG_BODY_BYTES, BIG_NUMBERS, add_event, info_of, is_big, running
 from rollplane.server.error_responses import as_rollplane_error
 from rollplane.server.pieces import PiecesAnswer
@@ -30,6 +31,24 @@ async def generate(request: Request) -> ASGIApp:
     Raises:
         RollplaneError: before the first byte of an answer; translated by the app.
     """
+    return await serve(request)
+
+
+async def serve(
+    request: Request,
+    *,
+    routes: RoutesForm | None = None,
+    prepare: Callable[[GenerateRequest], None] | None = None,
+) -> ASGIApp:
+    """Serve a Generate request under one of its names.
+
+    Args:
+        routes: the form of routed experts in a whole answer; None: what the request or the settings say.
+        prepare: what this name checks and sets in the request, before it runs.
+
+    Raises:
+        RollplaneError: see `generate`.
+    """
     service: Service = request.app.state.service
     arrived = time.monotonic()
     stream = False
@@ -44,16 +63,20 @@ async def generate(request: Request) -> ASGIApp:
         )
         asked = await read_request(request, body, service)
         del body
+        if prepare is not None:
+            prepare(asked)
         stream = asked.stream
         request.scope["rollplane.request_id"] = asked.request_id
         wanted = wanted_type(request.headers.get("accept"), stream=stream)
         info = await info_of(service, request.receive, model=asked.model, options=asked.options, caller=asked.caller)
         plan = plan_for(asked, info, exact=service.role == "worker")
-        routes = asked.options.routed_experts_encoding or service.settings.routes_encoding
+        encoding = asked.options.routed_experts_encoding or service.settings.routes_encoding
         if stream:
-            return EventStream(service, asked, plan, routes=routes, arrived=arrived)
+            return EventStream(service, asked, plan, routes=encoding, arrived=arrived)
         with service.one_in_flight():
-            answer = await run_unanswered(_answer(service, asked, plan, wanted=wanted, routes=routes), request.receive)
+            answer = await run_unanswered(
+                _answer(service, asked, plan, wanted=wanted, routes=routes or encoding), request.receive
+            )
     except Exception as error:
         found = as_rollplane_error(error)
         service.metrics.count_error(found, stream=stream)
@@ -120,7 +143,7 @@ def plan_for(request: GenerateRequest, info: EngineInfo, *, exact: bool = True) 
 
 
 async def _answer(
-    service: Service, request: GenerateRequest, plan: FoldPlan, *, wanted: str, routes: Encoding
+    service: Service, request: GenerateRequest, plan: FoldPlan, *, wanted: str, routes: RoutesForm
 ) -> bytes | list[Piece]:
     fold = Fold(plan)
     big = False

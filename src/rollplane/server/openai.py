@@ -85,14 +85,10 @@ async def _serve(request: Request, *, chat: bool) -> ASGIApp:
     try:
         if service.lifecycle.draining:
             raise Unavailable("this server is on its way out")
-        body = await _body(request, service)
-        drop = service.settings.drop_unknown_sampling
-        parse: Any = parse_chat if chat else parse_completion
-        parsed: EvaluationBody = await service.in_pool(
-            lambda: parse(body, drop_unknown=drop), big=len(body) > BIG_BODY_BYTES
-        )
+        body = await evaluation_body(request, service)
+        parsed = await parsed_body(service, body, chat=chat)
         stream = bool(parsed.stream)
-        asked = await _asked(request, service, parsed, body)
+        asked = await read_asked(request, service, parsed, body)
         request.scope["rollplane.request_id"] = asked.requests[0].request_id
         if stream:
             return ChunkStream(
@@ -115,7 +111,20 @@ async def _serve(request: Request, *, chat: bool) -> ASGIApp:
     return Response(answer, media_type=JSON)
 
 
-async def _body(request: Request, service: Service) -> bytes:
+async def parsed_body(service: Service, body: bytes, *, chat: bool) -> EvaluationBody:
+    """A body read and checked, as the server is set."""
+    drop, reads_tools = service.settings.drop_unknown_sampling, service.settings.tool_call_parser is not None
+
+    def parse() -> EvaluationBody:
+        if chat:
+            return parse_chat(body, drop_unknown=drop, reads_tools=reads_tools)
+        return parse_completion(body, drop_unknown=drop)
+
+    return await service.in_pool(parse, big=len(body) > BIG_BODY_BYTES)
+
+
+async def evaluation_body(request: Request, service: Service) -> bytes:
+    """The JSON body of an evaluation route, within the server's limits."""
     kind = request.headers.get("content-type", JSON).split(";", 1)[0].strip().lower()
     if kind not in (JSON, ""):
         raise UnsupportedMedia(f"Content-Type {kind!r} is not read here; send {JSON}")
@@ -127,7 +136,12 @@ async def _body(request: Request, service: Service) -> bytes:
     )
 
 
-async def _asked(request: Request, service: Service, body: EvaluationBody, raw: bytes) -> Asked:
+async def read_asked(request: Request, service: Service, body: EvaluationBody, raw: bytes) -> Asked:
+    """A checked body as Generate requests, one per prompt.
+
+    Raises:
+        InvalidRequest: no tokenizer here, or a template that does not take the messages. PayloadTooLarge: too many tokens.
+    """
     texts = await service.texts.model()
     media: list[ContentPart] = []
     prompts: list[str | Int32Array]
@@ -291,7 +305,7 @@ class PromptText(msgspec.Struct, kw_only=True):
 async def tokenize(request: Request) -> Response:
     """The token ids of a text or a chat."""
     service: Service = request.app.state.service
-    body = _decode(await _body(request, service), TokenizeBody)
+    body = _decode(await evaluation_body(request, service), TokenizeBody)
     texts = await service.texts.model()
     if (body.prompt is None) is (body.messages is None):
         raise InvalidRequest("send either prompt or messages", param="prompt")
@@ -310,7 +324,7 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     """The text of token ids."""
     service: Service = request.app.state.service
-    body = _decode(await _body(request, service), DetokenizeBody)
+    body = _decode(await evaluation_body(request, service), DetokenizeBody)
     if body.tokens and not (min(body.tokens) >= 0 and max(body.tokens) <= INT32_MAX):
         raise InvalidRequest(f"tokens must lie in [0, {INT32_MAX}]", param="tokens")
     texts = await service.texts.model()

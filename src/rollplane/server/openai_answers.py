@@ -18,6 +18,7 @@ from rollplane.protocol.openai import ChatBody, EvaluationBody, sampling_of
 from rollplane.protocol.request import Encoding
 from rollplane.protocol.response import Choice, GenerateResponse, Usage
 from rollplane.protocol.sampling import SamplingParams
+from rollplane.protocol.tool_calls import split_calls
 from rollplane.server.text import TextModel
 
 
@@ -33,6 +34,8 @@ class Style:
     tokens_as_ids: bool
     sampling: SamplingParams
     routes: Encoding
+    reads_tools: bool = False
+    """Tool calls are read from the text."""
 
     @classmethod
     def of(cls, body: EvaluationBody, *, model: str, request_id: str, routes: Encoding) -> "Style":
@@ -47,12 +50,13 @@ class Style:
             tokens_as_ids=bool(body.return_tokens_as_token_ids),
             sampling=sampling_of(body),
             routes=routes,
+            reads_tools=isinstance(body, ChatBody) and bool(body.tools) and body.tool_choice != "none",
         )
 
     @property
     def skips_special(self) -> bool:
-        """Whether special tokens are left out of texts."""
-        return bool(self.sampling.get("skip_special_tokens", True))
+        """Whether special tokens are left out of texts. The marks of a tool call may be some."""
+        return bool(self.sampling.get("skip_special_tokens", not self.reads_tools))
 
     def head(self, *, chunk: bool) -> dict[str, Any]:
         """What every body and chunk begins with."""
@@ -111,18 +115,41 @@ def whole_choice(choice: Choice, style: Style, texts: TextModel, *, index: int) 
     """One finished choice."""
     text = text_of(choice, style, texts)
     tree: dict[str, Any] = {"index": index}
+    calls: list[dict[str, Any]] = []
     if style.chat:
+        text, calls = content_of(text, style, index=index)
         tree["message"] = {"role": "assistant", "content": text}
+        if calls:
+            tree["message"] |= {"content": text or None, "tool_calls": calls}
     else:
         tree["text"] = text
     tree["logprobs"] = logprobs_tree(choice.token_ids, choice.logprobs, style, texts)
-    return tree | ending(choice, style) | ({"token_ids": ids_raw(choice.token_ids)} if style.token_ids else {})
+    return (
+        tree
+        | ending(choice, style, called=bool(calls))
+        | ({"token_ids": ids_raw(choice.token_ids)} if style.token_ids else {})
+    )
 
 
-def ending(choice: Choice, style: Style) -> dict[str, Any]:
-    """What a choice says at its end."""
+def content_of(text: str, style: Style, *, index: int) -> tuple[str, list[dict[str, Any]]]:
+    """A chat's content and its tool calls, where they are read. A call's id is of the answer: a repeated request gets the same."""
+    if not style.reads_tools:
+        return text, []
+    text, calls = split_calls(text)
+    return text, [
+        {
+            "id": f"call-{style.response_id}-{index}-{i}",
+            "type": "function",
+            "function": {"name": call.name, "arguments": call.arguments},
+        }
+        for i, call in enumerate(calls)
+    ]
+
+
+def ending(choice: Choice, style: Style, *, called: bool = False) -> dict[str, Any]:
+    """What a choice says at its end; `called`: it ended to have its tools called."""
     tree: dict[str, Any] = {
-        "finish_reason": choice.finish_reason,
+        "finish_reason": "tool_calls" if called and choice.finish_reason == "stop" else choice.finish_reason,
         "stop_reason": choice.stop_reason,
         "policy_versions": choice.policy_versions,
     }

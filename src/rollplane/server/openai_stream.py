@@ -20,10 +20,11 @@ from rollplane.protocol.events import ChoiceEvent
 from rollplane.protocol.openai import in_callers_words
 from rollplane.protocol.request import GenerateRequest, StreamOptions
 from rollplane.protocol.response import Choice
+from rollplane.protocol.tool_calls import OPEN
 from rollplane.server.engine_calls import add_event, running, stream_answer
 from rollplane.server.error_responses import as_rollplane_error, error_event, error_response
 from rollplane.server.generate import plan_for
-from rollplane.server.openai_answers import Style, encode, ending, logprobs_tree, text_of, total_usage
+from rollplane.server.openai_answers import Style, content_of, encode, ending, logprobs_tree, text_of, total_usage
 from rollplane.server.service import Service
 from rollplane.server.sse import DONE, HEADERS
 from rollplane.server.text import TextModel
@@ -40,6 +41,8 @@ class ChoiceText:
         self._stream = texts.stream(skip_special=style.skips_special)
         keep = bool(style.sampling.get("include_stop_str_in_output", False))
         stops = [] if keep else style.sampling.stop_strings
+        if style.reads_tools:
+            stops = [*stops, OPEN]
         self._held = max((len(stop) - 1 for stop in stops), default=0)
         self._text = ""
         self.sent = 0
@@ -53,13 +56,15 @@ class ChoiceText:
         """What may be sent after these tokens."""
         self._text += self._stream.feed(ids)
         ready = max(self.sent, len(self._text) - self._held)
+        if self._style.reads_tools and (at := self._text.find(OPEN)) >= 0:
+            ready = min(ready, at)  # what follows may be a call, which is told from text at its end
         piece, self.sent = self._text[self.sent : ready], ready
         return piece
 
-    def finish(self, choice: Choice) -> str:
-        """What is missing of the whole text."""
-        whole = text_of(choice, self._style, self._texts)
-        return whole[self.sent :] if whole.startswith(self._text[: self.sent]) else ""
+    def finish(self, choice: Choice, *, index: int) -> tuple[str, list[dict[str, Any]]]:
+        """What is missing of the whole content, and the tool calls."""
+        whole, calls = content_of(text_of(choice, self._style, self._texts), self._style, index=index)
+        return whole[self.sent :] if whole.startswith(self._text[: self.sent]) else "", calls
 
 
 class ChunkStream:
@@ -197,7 +202,7 @@ class ChunkStream:
         style = self._style
         text = self._choices.setdefault(index, ChoiceText(style, self._texts))
         ids = concat_ids(parts)
-        piece = text.grow(ids) if whole is None else text.finish(whole)
+        piece, calls = (text.grow(ids), []) if whole is None else text.finish(whole, index=index)
         asked = style.sampling.get("logprobs") is not None
         if whole is None and not piece and not asked and not style.token_ids and text.opened:
             return None
@@ -210,10 +215,12 @@ class ChunkStream:
         tree: dict[str, Any] = {"index": index}
         if style.chat:
             tree["delta"] = {"content": piece} if text.opened else {"role": "assistant", "content": piece}
+            if calls:
+                tree["delta"]["tool_calls"] = [{"index": i, **call} for i, call in enumerate(calls)]
         else:
             tree["text"] = piece
         tree["logprobs"] = numbers
-        tree |= {"finish_reason": None} if whole is None else ending(whole, style)
+        tree |= {"finish_reason": None} if whole is None else ending(whole, style, called=bool(calls))
         if style.token_ids:
             tree["token_ids"] = ids_raw(ids)
             if not text.opened:

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+import msgspec
 import numpy as np
 
 from rollplane.errors import InvalidRequest
@@ -198,6 +199,8 @@ def chat_messages(messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, An
     for i, message in enumerate(messages):
         where = f"messages[{i}]"
         role, content = message.get("role"), message.get("content")
+        if message.get("tool_calls"):
+            message = {**message, "tool_calls": _calls(message["tool_calls"], where=f"{where}.tool_calls")}
         if not isinstance(role, str) or not role:
             raise InvalidRequest(f"{where}.role must be a string", param=f"{where}.role")
         if content is None or isinstance(content, str):
@@ -209,6 +212,25 @@ def chat_messages(messages: Sequence[dict[str, Any]]) -> tuple[list[dict[str, An
         else:
             raise InvalidRequest(f"{where}.content must be a string or a list of parts", param=f"{where}.content")
     return found, media
+
+
+def _calls(calls: Any, *, where: str) -> list[dict[str, Any]]:
+    """Calls of an earlier turn with their arguments as objects, which is how templates write them; OpenAI's bodies hold JSON text."""
+    found = []
+    for i, call in enumerate(calls if isinstance(calls, list) else [None]):
+        function = call.get("function") if isinstance(call, dict) else None
+        at = f"{where}[{i}].function"
+        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
+            raise InvalidRequest(f"{at} must be an object with a name", param=at)
+        arguments = function.get("arguments") or "{}"
+        try:
+            read = msgspec.json.decode(arguments) if isinstance(arguments, str) else arguments
+        except (msgspec.DecodeError, RecursionError) as error:
+            raise InvalidRequest(f"{at}.arguments is no JSON: {error}", param=f"{at}.arguments") from None
+        if not isinstance(read, dict):
+            raise InvalidRequest(f"{at}.arguments must be a JSON object", param=f"{at}.arguments")
+        found.append({**call, "function": {**function, "arguments": read}})
+    return found
 
 
 def _part(part: Any, media: list[ContentPart], *, where: str) -> dict[str, Any]:

@@ -110,6 +110,18 @@ class GenerateAnswer(msgspec.Struct, kw_only=True):
     ec_transfer_params: dict[str, Any] | None = None
 
 
+class ListsChoice(ChoiceBody, kw_only=True):
+    """One sample with routed experts as lists, [rows, MoE layers, top_k]."""
+
+    routed_experts: list[list[list[int]]] | None = None  # type: ignore[assignment]
+
+
+class ListsAnswer(GenerateAnswer, kw_only=True):
+    """One whole answer under SkyRL's name."""
+
+    choices: list[ListsChoice]  # type: ignore[assignment]
+
+
 class ErrorDetail(msgspec.Struct, kw_only=True):
     """What went wrong; `param` is the dotted path of the field at fault."""
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from rollplane.admission import check_request
 from rollplane.engines.kv_mirror import KvMirror
-from rollplane.engines.vllm import convert, versions
+from rollplane.engines.vllm import convert, media, versions
 from rollplane.engines.vllm.adapters import Adapters
 from rollplane.engines.vllm.broadcast import Receiver, offered_backends
 from rollplane.engines.vllm.core_reader import CoreReader
@@ -39,6 +39,7 @@ from rollplane.protocol.broadcast import Manifest, TransferGroup
 from rollplane.protocol.events import EndEvent, Event, PromptEvent, ServedBy
 from rollplane.protocol.info import EngineHealth, EngineInfo
 from rollplane.protocol.kv_events import KvEvent
+from rollplane.protocol.rendered import RenderBody, Rendered
 from rollplane.protocol.request import GenerateRequest
 
 
@@ -310,6 +311,12 @@ class VllmEngine:
     def kv_events(self) -> AsyncGenerator[list[KvEvent], None]:
         """See `KvEventSource.kv_events`. Where vLLM was started without telling what it caches, nothing ever comes."""
         return self._mirror.feed()
+
+    async def render_media(self, body: RenderBody) -> Rendered:
+        """See `MediaRenderer.render_media`."""
+        self._vllm()
+        hosts = self._engine.vllm_config.model_config.allowed_media_domains
+        return await media.render(self._engine, body, allowed_hosts=hosts)
 
     # One request -----------------------------------------------------------------------------------------------------
 

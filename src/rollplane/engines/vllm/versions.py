@@ -389,12 +389,24 @@ def transfer_part(info: dict[str, Any]) -> Any:
     return WeightTransferUpdateRequest(update_info=info)
 
 
-async def render_media(engine: Any, prompt: dict[str, Any], parts: list[tuple[str, str]]) -> Any:
+def features_tree(rendered: Any) -> dict[str, Any] | None:
+    """The features of an engine input, as Generate's field takes them; None for text."""
+    from vllm.entrypoints.scale_out.token_in_token_out.mm_features import extract_mm_features
+
+    found = extract_mm_features(rendered)
+    return None if found is None else found.model_dump(mode="json", exclude_none=True)
+
+
+async def render_media(
+    engine: Any, prompt: dict[str, Any], parts: list[tuple[str, str]], *, for_engine: bool = True
+) -> Any:
     """Fetch and process raw media with vLLM's own renderer; the engine input, its prompt expanded.
 
     Args:
         prompt: `prompt_token_ids` and perhaps `cache_salt`.
         parts: (`image_url`, `audio_url` or `video_url`, URL) in prompt order.
+        for_engine: the input is submitted. If not, vLLM's cache must not learn of it: it would leave these media out of the
+            next request that has them, as known to the engine, which never saw them.
     """
     from vllm.entrypoints.chat_utils import AsyncMultiModalItemTracker
 
@@ -404,5 +416,6 @@ async def render_media(engine: Any, prompt: dict[str, Any], parts: list[tuple[st
     for kind, url in parts:
         parse[kind](url, None)
     data, _ = await tracker.resolve_items()
-    (rendered,) = await engine.renderer.render_cmpl_async([{**prompt, "multi_modal_data": data}])
+    options = {} if for_engine else {"skip_mm_cache": True}
+    (rendered,) = await engine.renderer.render_cmpl_async([{**prompt, "multi_modal_data": data}], **options)
     return rendered

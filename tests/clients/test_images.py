@@ -1,4 +1,4 @@
-"""PyPI `renderers` with images against vLLM in process: as features that it made itself, and as content parts."""
+"""Clients with images against vLLM in process: PyPI `renderers`, and TRL, which lets the server make the features."""
 
 import json
 import os
@@ -49,7 +49,7 @@ def answers(vision_server: str, vision_model: Path, tmp_path_factory: pytest.Tem
     return found
 
 
-def test_both_ways_give_one_answer(answers: dict[str, Any]) -> None:
+def test_renderers_gets_one_answer_both_ways(answers: dict[str, Any]) -> None:
     for colour in ("red", "blue"):
         features, parts = answers[f"{colour} features"], answers[f"{colour} content_parts"]
         assert features["ids"] == parts["ids"]
@@ -59,3 +59,32 @@ def test_both_ways_give_one_answer(answers: dict[str, Any]) -> None:
 
 def test_the_image_is_seen(answers: dict[str, Any]) -> None:
     assert answers["red features"]["logprobs"] != pytest.approx(answers["blue features"]["logprobs"], abs=1e-3)
+
+
+@pytest.fixture(scope="module")
+def trl_answers(vision_server: str) -> dict[str, Any]:
+    environment = os.environ | VLLM_SETTINGS | {"PYTHONPATH": str(ROOT / ".venv-clients" / "trl")}
+    done = subprocess.run(
+        [PYTHON, Path(__file__).with_name("trl_images.py"), vision_server],
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=100,
+        check=False,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_trl_generates_from_features_that_the_server_rendered_as_it_chats_with_the_image(
+    trl_answers: dict[str, Any],
+) -> None:
+    for colour in ("red", "blue"):
+        found = trl_answers[colour]
+        assert found["without"] is None
+        assert len(found["generated"]) == 2
+        assert found["generated"] == found["chat"]
+        for made, chatted in zip(found["generated_logprobs"], found["chat_logprobs"], strict=True):
+            assert made == pytest.approx(chatted, abs=1e-3)
+    assert trl_answers["red"]["generated_logprobs"] != trl_answers["blue"]["generated_logprobs"]
