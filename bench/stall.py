@@ -8,8 +8,10 @@ the event loop while big answers were made. Per pair: by how much the 99th perce
 
 import argparse
 import asyncio
+import multiprocessing
 import statistics
 import time
+from typing import Any
 
 import aiohttp
 import msgspec
@@ -24,7 +26,7 @@ from served import Hop, Reading, hops
 
 OUT_TOKENS = 30_000
 PROMPT_TOKENS = 1
-SMALL, BIG_AT_ONCE, SMALL_PAUSE_S = 100, 1, 0.002
+SMALL, SMALL_PAUSE_S = 100, 0.002
 
 
 def make_engine() -> ScriptedEngine:
@@ -56,33 +58,77 @@ def body(prompt: int, *, big: bool) -> bytes:
     )
 
 
-async def small_p99_s(session: aiohttp.ClientSession, url: str, accept: str, *, beside_big: bool) -> float:
-    """The 99th percentile of small requests, one after the other, with a big one in flight or none."""
+async def ask(session: aiohttp.ClientSession, url: str, text: bytes, accept: str) -> None:
+    """One request whose answer is only received."""
     headers = {"Content-Type": "application/json", "Accept": accept}
-    done = False
+    async with session.post(f"{url}/inference/v1/generate", data=text, headers=headers) as answered:
+        async for _ in answered.content.iter_any():
+            pass
+        if answered.status != 200:
+            raise SystemExit(f"{url} answered {answered.status}")
 
-    async def ask(text: bytes) -> None:
-        async with session.post(f"{url}/inference/v1/generate", data=text, headers=headers) as answered:
-            async for _ in answered.content.iter_any():
-                pass
-            if answered.status != 200:
-                raise SystemExit(f"{url} answered {answered.status}")
 
-    async def bigs() -> None:
-        while not done:
-            await ask(body(PROMPT_TOKENS, big=True))
-
+async def small_p99_s(session: aiohttp.ClientSession, url: str, accept: str) -> float:
+    """The 99th percentile of small requests, one after the other."""
     times_s: list[float] = []
-    async with asyncio.TaskGroup() as group:
-        for _ in range(BIG_AT_ONCE if beside_big else 0):
-            group.create_task(bigs())
-        for _ in range(SMALL):
-            began_s = time.perf_counter()
-            await ask(body(3, big=False))
-            times_s.append(time.perf_counter() - began_s)
-            await asyncio.sleep(SMALL_PAUSE_S)
-        done = True
+    for _ in range(SMALL):
+        began_s = time.perf_counter()
+        await ask(session, url, body(3, big=False), accept)
+        times_s.append(time.perf_counter() - began_s)
+        await asyncio.sleep(SMALL_PAUSE_S)
     return sorted(times_s)[int(0.99 * len(times_s))]
+
+
+class Bigs:
+    """A process that asks for one big answer after the other while it is told to: reading them stalls its own loop, not ours."""
+
+    def __init__(self, url: str, accept: str) -> None:
+        context = multiprocessing.get_context("spawn")
+        self._on, self._ended = context.Event(), context.Event()
+        self._asked = context.Value("l", 0)
+        args = (url, accept, self._on, self._ended, self._asked)
+        self._process = context.Process(target=run_bigs, args=args, daemon=True)
+        self._process.start()
+
+    @property
+    def asked(self) -> int:
+        """Big answers so far."""
+        return int(self._asked.value)
+
+    def start(self) -> None:
+        """Begin; returns when the first answer is whole, so that they are under way."""
+        before = self.asked
+        self._on.set()
+        while self.asked == before:
+            if not self._process.is_alive():
+                raise SystemExit("the process that asks for big answers ended")
+            time.sleep(0.01)
+
+    def stop(self) -> None:
+        """No further one; the last one ends within a moment."""
+        self._on.clear()
+        time.sleep(0.3)
+
+    def close(self) -> None:
+        """End the process."""
+        self._ended.set()
+        self._on.set()
+        self._process.join(10)
+
+
+def run_bigs(url: str, accept: str, on: Any, ended: Any, asked: Any) -> None:
+    """The process of `Bigs`."""
+
+    async def work() -> None:
+        async with aiohttp.ClientSession() as session:
+            while True:
+                on.wait()
+                if ended.is_set():
+                    return
+                await ask(session, url, body(PROMPT_TOKENS, big=True), accept)
+                asked.value += 1
+
+    asyncio.run(work())
 
 
 async def measure(chain: list[Hop], accept: str, *, rounds: int) -> None:
@@ -90,19 +136,27 @@ async def measure(chain: list[Hop], accept: str, *, rounds: int) -> None:
     readings: dict[str, list[Reading]] = {hop.name: [] for hop in chain}
     alone_s: list[float] = []
     beside_s: list[float] = []
+    bigs = Bigs(chain[-1].url, accept)
+    asked = 0
     async with aiohttp.ClientSession() as session:
-        await small_p99_s(session, chain[-1].url, accept, beside_big=True)
+        await asyncio.to_thread(bigs.start)
+        await small_p99_s(session, chain[-1].url, accept)
         for _ in range(rounds):
-            alone_s.append(await small_p99_s(session, chain[-1].url, accept, beside_big=False))
+            await asyncio.to_thread(bigs.stop)
+            alone_s.append(await small_p99_s(session, chain[-1].url, accept))
             for hop in chain:
                 await asyncio.to_thread(hop.read)
-            beside_s.append(await small_p99_s(session, chain[-1].url, accept, beside_big=True))
+            before = bigs.asked
+            await asyncio.to_thread(bigs.start)
+            beside_s.append(await small_p99_s(session, chain[-1].url, accept))
+            asked += bigs.asked - before
             for hop in chain:
                 readings[hop.name].append(await asyncio.to_thread(hop.read))
+    bigs.close()
     rise_s = statistics.median(b - a for a, b in zip(alone_s, beside_s, strict=True))
     print(
         f"{accept}: p99 of small requests {statistics.median(alone_s) * 1e3:.1f} ms alone, "
-        f"{statistics.median(beside_s) * 1e3:.1f} ms beside big ones; median rise {rise_s * 1e3:.1f} ms"
+        f"{statistics.median(beside_s) * 1e3:.1f} ms beside {asked} big ones; median rise {rise_s * 1e3:.1f} ms"
     )
     for name, found in readings.items():
         stalls_s = [reading.stall_s for reading in found]

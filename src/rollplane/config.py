@@ -150,6 +150,17 @@ class FrontendSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         str | None, _about("File for what the next frontend must know of the fleet: epoch, versions, adapters")
     ] = None
     join_s: Annotated[float, Meta(ge=0), _about("How long to wait for the workers before saying ready")] = 30.0
+    processes: Annotated[
+        int, Meta(ge=1, le=64), _about("Processes of this frontend behind its one port; they act as one")
+    ] = 1
+
+
+class CrewSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which of several processes of a frontend this is; written by the process that starts them, never by hand."""
+
+    directory: Annotated[str | None, _about("Directory of the processes' sockets and claims; none if absent")] = None
+    index: Annotated[int, Meta(ge=0), _about("Number of this process; 0 is the control owner")] = 0
+    count: Annotated[Count, _about("How many there are")] = 1
 
 
 class ServeSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -182,6 +193,7 @@ TABLES: Final[dict[str, type[msgspec.Struct]]] = {
     "worker": WorkerSettings,
     "dynamo": DynamoSettings,
     "frontend": FrontendSettings,
+    "crew": CrewSettings,
     "serve": ServeSettings,
     "mock_vllm": MockVllmSettings,
 }

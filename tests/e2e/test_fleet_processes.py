@@ -21,11 +21,11 @@ SAMPLING: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True, "logprobs": 0}
 
 
 @contextlib.asynccontextmanager
-async def serving(*arguments: str, log: Path) -> AsyncIterator[tuple[Process, str]]:
-    """`rollplane serve` and its URL."""
+async def serving(*arguments: str, log: Path, command: str = "serve") -> AsyncIterator[tuple[Process, str]]:
+    """`rollplane serve` (or another command) and its URL."""
     with log.open("wb") as output:
         process = await asyncio.create_subprocess_exec(
-            sys.executable, "-m", "rollplane.cli.main", "serve", *arguments, stdin=PIPE, stdout=PIPE, stderr=output
+            sys.executable, "-m", "rollplane.cli.main", command, *arguments, stdin=PIPE, stdout=PIPE, stderr=output
         )
     try:
         assert process.stdout is not None

@@ -1,13 +1,16 @@
 """`rollplane frontend`: many workers served as one."""
 
 import asyncio
+import contextlib
+import dataclasses
+import functools
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import aiohttp
 import structlog
 
-from rollplane.config import FrontendSettings, ServerSettings, Settings, read_keys
+from rollplane.config import CrewSettings, FrontendSettings, ServerSettings, Settings, read_keys
 from rollplane.discovery.base import Discovery
 from rollplane.discovery.dynamo import DynamoDiscovery
 from rollplane.discovery.file import FileDiscovery
@@ -17,6 +20,7 @@ from rollplane.errors import InvalidRequest
 from rollplane.rl.control_record import RecordFile
 from rollplane.rl.fleet import Fleet, FleetSettings
 from rollplane.rl.fleet_update import Checkpoint
+from rollplane.rl.followed import FollowedFleet
 from rollplane.rl.members import FleetWorker
 from rollplane.rl.remote import RemoteWorker
 from rollplane.router.fair_queue import QueueSettings
@@ -27,7 +31,12 @@ from rollplane.router.router import Router, RouterSettings
 from rollplane.server import ops
 from rollplane.server.app import create_app
 from rollplane.server.auth import KeyRing, check_binding
-from rollplane.server.fleets import with_fleets
+from rollplane.server.crew import Crew
+from rollplane.server.crew_app import ROOT_APP, in_crew
+from rollplane.server.crew_metrics import OtherPages
+from rollplane.server.crew_queue import OwnersQueue
+from rollplane.server.crew_router import CrewRouter
+from rollplane.server.fleets import FleetPaths, fleet_services
 from rollplane.server.metrics import Metrics
 from rollplane.server.service import Service
 from rollplane.server.text import Texts, text_directory
@@ -49,20 +58,19 @@ async def run_frontend(settings: Settings) -> None:
     check_binding(server.host, keys)
     check_binding(server.admin_host or server.host, keys)
     ops.check_tls(server)
+    crew = crew_of(settings.table(CrewSettings))
     discovery = discovery_of(about)
     others = {name: StaticDiscovery(urls_of(name, text)) for name, text in about.fleet.items()}
     key = worker_key(about)
     session = worker_session()
-    router = make_router(about, server, discovery, key=key, session=session)
-    engine: Router | Models = router
-    if others:
-        more = {
-            name: make_router(about, server, one, name=name, key=key, session=session) for name, one in others.items()
-        }
-        engine = Models({DEFAULT_FLEET: router, **more})
+    make = functools.partial(make_router, about, server, key=key, session=session, crew=crew)
+    router = make(discovery)
+    routers = {DEFAULT_FLEET: router, **{name: make(one, name=name) for name, one in others.items()}}
+    engine: Router | Models = Models(routers) if others else router
     try:
-        sock = ops.bind(server)
-        admin_sock = ops.bind_admin(server)
+        sock = ops.bind(server, shared=crew is not None)
+        # One process administers; that port is its alone.
+        admin_sock = ops.bind_admin(server) if crew is None or crew.owns else None
         url = ops.url_of(sock, tls=server.tls_cert_file is not None)
         await engine.start()
         service = Service(
@@ -73,21 +81,41 @@ async def run_frontend(settings: Settings) -> None:
             keys=keys,
             metrics=Metrics(),
             texts=Texts(text_directory(server.tokenizer, about.initial_checkpoint)),
-            admin_port=ops.port_of(admin_sock),
+            admin_port=server.admin_port if crew is not None else ops.port_of(admin_sock),
+            other_pages=OtherPages(crew, ROOT_APP) if crew is not None and crew.owns else None,
         )
+        fleets = fleet_services(service, engine) if isinstance(engine, Models) else {}
+        if crew is not None and crew.owns:
+            fleets = {
+                name: dataclasses.replace(one, other_pages=OtherPages(crew, name)) for name, one in fleets.items()
+            }
         app = create_app(service)
+        served: Any = FleetPaths(app, {name: create_app(one) for name, one in fleets.items()}) if fleets else app
         announcing: list[asyncio.Task[None]] = []
 
         def ready() -> None:
             announcing.append(asyncio.create_task(announce(router, server, url=url, join_s=about.join_s)))
 
-        served = with_fleets(app, service, engine) if isinstance(engine, Models) else app
-        await ops.run(served, service, sock, admin_sock=admin_sock, on_ready=ready)
+        async with contextlib.AsyncExitStack() as stack:
+            if crew is not None:
+                served = await stack.enter_async_context(
+                    in_crew(crew, served, service, routers=routers, apps={ROOT_APP: service, **fleets})
+                )
+            await ops.run(served, service, sock, admin_sock=admin_sock, on_ready=ready)
         for task in announcing:
             task.cancel()
         await asyncio.gather(*announcing, return_exceptions=True)
     finally:
         await session.close()
+        if crew is not None:
+            await crew.close()
+
+
+def crew_of(settings: CrewSettings) -> Crew | None:
+    """The processes that this one belongs to, None where it is the only one."""
+    if settings.directory is None:
+        return None
+    return Crew(Path(settings.directory), index=settings.index, count=settings.count)
 
 
 def make_router(
@@ -98,10 +126,12 @@ def make_router(
     name: str | None = None,
     key: str | None,
     session: aiohttp.ClientSession,
+    crew: Crew | None = None,
 ) -> Router:
-    """The router of one fleet; `name` None: the first, whose policy is trained."""
+    """The router of one fleet; `name` None: the first, whose policy is trained. `crew`: it shares the fleet with others."""
     record = None
-    if about.control_record is not None:
+    follows = crew is not None and not crew.owns
+    if about.control_record is not None and not follows:
         record = RecordFile(Path(about.control_record if name is None else f"{about.control_record}.{name}"))
     initial = initial_of(about) if name is None else None
 
@@ -111,8 +141,12 @@ def make_router(
     def make_worker(url: str) -> FleetWorker:
         return discovery.make_worker(url, ours=ours) if isinstance(discovery, DynamoDiscovery) else ours(url)
 
-    return Router(
-        Fleet(settings=FleetSettings(initial=initial, stall_s=server.stall_s), record=record),
+    fleet_settings = FleetSettings(initial=initial, stall_s=server.stall_s)
+    fleet = FollowedFleet(settings=fleet_settings) if follows else Fleet(settings=fleet_settings, record=record)
+    known_as = name or DEFAULT_FLEET
+    kind = Router if crew is None else functools.partial(CrewRouter, crew=crew, name=known_as)
+    router = kind(
+        fleet,
         policy=make_policy(about.router),
         settings=RouterSettings(
             hold_limit_s=about.max_hold_s,
@@ -130,6 +164,10 @@ def make_router(
         make_worker=make_worker,
         name=name or DEFAULT_FLEET,
     )
+    limits = router.settings.queue
+    if crew is not None and follows and (limits.max_running, limits.max_running_per_key) != (None, None):
+        router.queue = OwnersQueue(crew, known_as, limits, wait_limit_s=about.max_hold_s)
+    return router
 
 
 def urls_of(name: str, text: str) -> list[str]:
@@ -204,4 +242,9 @@ def main(settings: Settings) -> None:
     """Serve many workers as one: routing, fleet administration and discovery."""
     from rollplane.cli.logs import run_logged
 
+    if settings.table(FrontendSettings).processes > 1 and settings.table(CrewSettings).directory is None:
+        from rollplane.cli.supervisor import serve_processes
+
+        serve_processes(settings)
+        return
     run_logged(settings.table(ServerSettings), run_frontend(settings))

@@ -21,7 +21,15 @@ import msgspec
 import structlog
 
 from rollplane.cli.private_directory import private_directory
-from rollplane.config import ENV_PREFIX, FrontendSettings, ServerSettings, ServeSettings, Settings, WorkerSettings
+from rollplane.config import (
+    ENV_PREFIX,
+    CrewSettings,
+    FrontendSettings,
+    ServerSettings,
+    ServeSettings,
+    Settings,
+    WorkerSettings,
+)
 from rollplane.errors import Unavailable
 from rollplane.server.auth import KeyRing, check_binding
 from rollplane.server.ops import bind, say_ready, stop_on_end_of_stdin
@@ -31,6 +39,9 @@ STEADY_S: Final = 60.0
 KILL_AFTER_S: Final = 10.0
 CRASHES_AT_START: Final = 3
 """So many ends before it was ever ready, and a child is given up."""
+
+FRONTEND: Final = "frontend"
+"""The first process of the frontend; further ones have its name and their number."""
 
 ChildState = Literal["starting", "ready", "waiting", "stopped"]
 log = structlog.get_logger("rollplane.serve")
@@ -161,11 +172,28 @@ async def run_serve(settings: Settings) -> None:
     with private_directory() as (private, lock):
         plan = _Plan(settings, directory=private, open_to_all=keys.open)
         workers = [Child(f"worker-{i}", plan.worker(i), settings=serve, inherits=lock) for i in range(serve.workers)]
-        frontend = Child("frontend", plan.frontend(), settings=serve, inherits=lock)
-        await _supervise(workers, frontend, server=server, serve=serve)
+        await _supervise(workers, plan.frontends(lock), server=server, serve=serve)
 
 
-async def _supervise(workers: list[Child], frontend: Child, *, server: ServerSettings, serve: ServeSettings) -> None:
+async def run_processes(settings: Settings) -> None:
+    """Start the processes of a frontend whose workers are elsewhere; keep them until told to stop.
+
+    Raises:
+        InvalidRequest: settings that nothing can be served with.
+        Unavailable: a process did not become ready, or was given up.
+    """
+    server, serve = settings.table(ServerSettings), settings.table(ServeSettings)
+    keys = KeyRing(server.data_key_file, server.admin_key_file)
+    check_binding(server.host, keys)
+    _check_port(server)
+    with private_directory() as (private, lock):
+        plan = _Plan(settings, directory=private, open_to_all=keys.open, own_workers=False)
+        await _supervise([], plan.frontends(lock), server=server, serve=serve, role="frontend")
+
+
+async def _supervise(
+    workers: list[Child], frontends: list[Child], *, server: ServerSettings, serve: ServeSettings, role: str = "serve"
+) -> None:
     stop = asyncio.Event()
     children = list(workers)
     tasks = {asyncio.create_task(child.run(), name=child.name): child for child in workers}
@@ -173,13 +201,14 @@ async def _supervise(workers: list[Child], frontend: Child, *, server: ServerSet
         try:
             await _all_ready(workers, tasks, stop, limit_s=serve.start_timeout_s)
             if not stop.is_set():
-                children.append(frontend)
-                tasks[asyncio.create_task(frontend.run(), name=frontend.name)] = frontend
-                await _all_ready([frontend], tasks, stop, limit_s=serve.start_timeout_s)
+                children += frontends
+                tasks |= {asyncio.create_task(child.run(), name=child.name): child for child in frontends}
+                await _all_ready(frontends, tasks, stop, limit_s=serve.start_timeout_s)
             if not stop.is_set():
                 urls = [child.url for child in workers]
-                log.info("ready", url=frontend.url, workers=urls)
-                say_ready(server, url=frontend.url or "", role="serve", workers=urls)
+                url = frontends[0].url or ""
+                log.info("ready", url=url, workers=urls, processes=len(frontends))
+                say_ready(server, url=url, role=role, workers=urls)
                 await _until_stop(tasks, stop)
         finally:
             await _stop_all(children, tasks, drain_s=server.drain_s)
@@ -218,9 +247,13 @@ async def _until_stop(tasks: dict[asyncio.Task[None], Child], stop: asyncio.Even
 
 
 async def _stop_all(children: list[Child], tasks: dict[asyncio.Task[None], Child], *, drain_s: float) -> None:
-    """The frontend first: it drains while the workers still serve what it has in flight."""
+    """The frontend first: it drains while the workers still serve what it has in flight. Of several processes of it the
+    first one last: it is the control owner.
+    """
     limit_s = drain_s + KILL_AFTER_S
-    for group in ([c for c in children if c.name == "frontend"], [c for c in children if c.name != "frontend"]):
+    frontends = [child for child in children if child.name.startswith(FRONTEND)]
+    rest = [child for child in children if child not in frontends]
+    for group in (frontends[1:], frontends[:1], rest):
         pending = {task for task, child in tasks.items() if child in group and not task.done()}
         for child in group:
             child.stop()
@@ -237,13 +270,17 @@ async def _stop_all(children: list[Child], tasks: dict[asyncio.Task[None], Child
 class _Plan:
     """The command lines of the children, their settings in private files."""
 
-    def __init__(self, settings: Settings, *, directory: Path, open_to_all: bool) -> None:
+    def __init__(self, settings: Settings, *, directory: Path, open_to_all: bool, own_workers: bool = True) -> None:
+        self._own_workers = own_workers
         self._server = settings.table(ServerSettings)
         self._worker = settings.table(WorkerSettings)
         self._frontend = settings.table(FrontendSettings)
         self._serve = settings.table(ServeSettings)
         self._directory = directory
-        self._ports = _free_ports(self._serve.workers)
+        self._ports = _free_ports(self._serve.workers if own_workers else 0)
+        # A port of our choosing, also where any will do: a restarted frontend has the address of the one before.
+        self._port = self._server.port or _free_ports(1)[0]
+        self._admin_port = _free_ports(1)[0] if self._server.admin_port == 0 else self._server.admin_port
         self._key_file = directory / "worker-admin-key"
         _write_private(self._key_file, secrets.token_urlsafe(32) + "\n")
         # Workers have a key, so they need roots; where the frontend is open, every path is allowed as it would be there.
@@ -267,24 +304,36 @@ class _Plan:
             worker["engine_option"] = self._worker.engine_option | {"threads": str(threads)}
         return self._command("worker", f"worker-{index}", server=server, worker=worker)
 
-    def frontend(self) -> list[str]:
-        """The arguments of the frontend."""
-        urls = [f"http://127.0.0.1:{port}" for port in self._ports]
-        frontend: dict[str, Any] = {"workers": urls, "workers_file": None, "worker_key_file": str(self._key_file)}
+    def frontends(self, lock: int) -> list[Child]:
+        """The processes of the frontend; the first is the control owner."""
+        count = self._frontend.processes
+        names = [FRONTEND, *(f"{FRONTEND}-{i}" for i in range(1, count))]
+        return [Child(name, self.frontend(i), settings=self._serve, inherits=lock) for i, name in enumerate(names)]
+
+    def frontend(self, index: int = 0) -> list[str]:
+        """The arguments of one process of the frontend."""
+        frontend: dict[str, Any] = {}
+        if self._own_workers:
+            urls = [f"http://127.0.0.1:{port}" for port in self._ports]
+            frontend = {"workers": urls, "workers_file": None, "worker_key_file": str(self._key_file)}
         if self._frontend.control_record is None:  # a restarted frontend knows what the one before did
             frontend["control_record"] = str(self._directory / "control.json")
         model = self._worker.model
-        if self._frontend.initial_checkpoint is None and model is not None and Path(model).is_dir():
-            frontend["initial_checkpoint"] = str(Path(model).resolve())
+        own_model = self._own_workers and model is not None and Path(model).is_dir()
+        if self._frontend.initial_checkpoint is None and own_model:
+            frontend["initial_checkpoint"] = str(Path(model or "").resolve())
             frontend["initial_version"] = self._worker.policy_version
-        # A port of our choosing, also where any will do: a restarted frontend has the address of the one before.
-        port = self._server.port or _free_ports(1)[0]
-        return self._command("frontend", "frontend", server={"port": port}, frontend=frontend)
+        server = {"port": self._port, "admin_port": self._admin_port}
+        crew: dict[str, Any] = {}
+        if self._frontend.processes > 1:
+            crew = {"directory": str(self._directory), "index": index, "count": self._frontend.processes}
+        name = FRONTEND if index == 0 else f"{FRONTEND}-{index}"
+        return self._command("frontend", name, server=server, frontend=frontend, crew=crew)
 
     def _command(self, command: str, name: str, *, server: dict[str, Any], **tables: dict[str, Any]) -> list[str]:
         own = {"ready_file": None, "stop_with_stdin": True}
         tree = {"server": msgspec.to_builtins(self._server) | server | own}
-        base = {"worker": self._worker, "frontend": self._frontend}
+        base: dict[str, Any] = {"worker": self._worker, "frontend": self._frontend, "crew": CrewSettings()}
         for table, values in tables.items():
             tree[table] = msgspec.to_builtins(base[table]) | values
         file = self._directory / f"{name}.json"
@@ -364,3 +413,11 @@ def main(settings: Settings) -> None:
 
     configure_logs(settings.table(ServerSettings))
     asyncio.run(run_serve(settings))  # not uvloop: it cannot give a child its own process group
+
+
+def serve_processes(settings: Settings) -> None:
+    """Start several processes of a frontend, and keep them running."""
+    from rollplane.cli.logs import configure_logs
+
+    configure_logs(settings.table(ServerSettings))
+    asyncio.run(run_processes(settings))

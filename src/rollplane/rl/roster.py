@@ -98,7 +98,7 @@ class Roster:
             for version in before.versions:
                 self._advance(version)
         if record is not None:
-            record.write(self._to_keep())
+            record.write(self.kept())
 
     # -- what the router reads -------------------------------------------------------------------------------------
 
@@ -407,7 +407,8 @@ class Roster:
     def _why(self) -> str:
         return "; ".join(repr(member) for member in self._members.values()) or "there are no workers"
 
-    def _to_keep(self) -> ControlRecord:
+    def kept(self) -> ControlRecord:
+        """What must outlive this owner."""
         return ControlRecord(
             epoch=self.epoch,
             checkpoint=self.checkpoint,
@@ -426,7 +427,7 @@ class Roster:
             Unavailable: it could not be written.
         """
         if self._record is not None:
-            await asyncio.to_thread(self._record.write, self._to_keep())
+            await asyncio.to_thread(self._record.write, self.kept())
 
     @contextlib.contextmanager
     def _gate(self, why: str) -> Iterator[None]:

@@ -39,12 +39,14 @@ class FleetPaths:
         await self.root(scope, receive, send)
 
 
+def fleet_services(service: Service, models: Models) -> dict[str, Service]:
+    """What the whole API of each fleet serves."""
+    return {
+        name: dataclasses.replace(service, engine=router, admin=router.fleet, metrics=Metrics())
+        for name, router in models.routers.items()
+    }
+
+
 def with_fleets(root: ASGIApp, service: Service, models: Models) -> FleetPaths:
     """The root's app, and beside it the whole API of each fleet."""
-    return FleetPaths(
-        root,
-        {
-            name: create_app(dataclasses.replace(service, engine=router, admin=router.fleet, metrics=Metrics()))
-            for name, router in models.routers.items()
-        },
-    )
+    return FleetPaths(root, {name: create_app(one) for name, one in fleet_services(service, models).items()})

@@ -102,8 +102,19 @@ def _report(now: EngineHealth, *, reason: str | None) -> Response:
 
 
 async def metrics(request: Request) -> Response:
-    """The Prometheus exposition."""
+    """The Prometheus exposition; of all processes of this server, where there are several."""
     service: Service = request.app.state.service
+    others = None if service.other_pages is None else await service.other_pages.collect()
+    text, _ = await metrics_text(service, held_elsewhere=0 if others is None else others.held)
+    return Response(text if others is None else others.merge(text), media_type=CONTENT_TYPE)
+
+
+async def metrics_text(service: Service, *, held_elsewhere: int = 0) -> tuple[bytes, int]:
+    """This process's exposition, and how many requests wait here for a worker.
+
+    Args:
+        held_elsewhere: requests that wait in other processes of this server.
+    """
     version: str | None = None
     if service.admin is not None:
         try:
@@ -113,13 +124,16 @@ async def metrics(request: Request) -> Response:
     info: EngineInfo | None = None
     with contextlib.suppress(RollplaneError):  # a frontend that has reached no worker yet
         info = service.engine.info
-    service.metrics.read_health(await service.health(), info=info, version=version)
+    health = await service.health()
+    held = health.counters.get("held", 0)
+    health = msgspec.structs.replace(health, waiting=health.waiting + held_elsewhere)
+    service.metrics.read_health(health, info=info, version=version)
     families: list[Any] = []
     if service.worker is not None:
         service.metrics.worker_policy.read(service.worker)
         if isinstance(service.worker.engine, MetricsSource):
             families = service.worker.engine.metric_families()
-    return Response(service.metrics.text(families), media_type=CONTENT_TYPE)
+    return service.metrics.text(families), held
 
 
 @runtime_checkable

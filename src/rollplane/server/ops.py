@@ -40,8 +40,8 @@ SWITCH_S: Final = 0.0005
 log = structlog.get_logger("rollplane.ops")
 
 
-def bind(settings: ServerSettings) -> socket.socket:
-    """A listening socket.
+def bind(settings: ServerSettings, *, shared: bool = False) -> socket.socket:
+    """A listening socket; `shared`: other processes of ours listen on the same port, and the system spreads connections.
 
     Raises:
         InvalidRequest: the address cannot be listened on.
@@ -50,6 +50,8 @@ def bind(settings: ServerSettings) -> socket.socket:
     sock = socket.socket(family, socket.SOCK_STREAM)
     try:
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if shared:
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         sock.bind((settings.host, settings.port))
     except OSError as error:
         sock.close()

@@ -45,6 +45,8 @@ async def send_pieces(send: Send, pieces: Sequence[Piece], *, stall_s: float, mo
     """
     last = len(pieces) - 1
     for i, piece in enumerate(pieces):
+        if i:
+            await asyncio.sleep(0)  # a socket with much room would take them all before anybody else has a turn
         try:
             async with asyncio.timeout(stall_s):
                 await send({"type": "http.response.body", "body": piece, "more_body": more or i < last})

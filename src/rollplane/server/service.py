@@ -6,7 +6,7 @@ from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import Any, Literal, TypeVar
+from typing import Any, Literal, Protocol, TypeVar
 
 from rollplane.config import ServerSettings
 from rollplane.engines.base import Engine
@@ -34,11 +34,33 @@ class Lifecycle:
         return f"<Lifecycle {'draining' if self.draining else 'serving'}, {self.in_flight} in flight>"
 
 
+class Others(Protocol):
+    """The metrics of the other processes of this server, of one moment."""
+
+    @property
+    def held(self) -> int:
+        """Requests that wait there for a worker."""
+        ...
+
+    def merge(self, own: bytes) -> bytes:
+        """One page of theirs and ours."""
+        ...
+
+
+class OtherPages(Protocol):
+    """Where the metrics of the other processes come from; `server.crew_metrics.OtherPages` is one."""
+
+    async def collect(self) -> Others:
+        """Ask them now."""
+        ...
+
+
 @dataclass(frozen=True, kw_only=True)
 class Service:
     """Everything a route may use. `admin` None: no administration here, its routes answer 501.
     `worker`: the engine itself where it is a worker of ours, for the internal state route.
     `admin_port`: the only port that administration is served on; None: every one.
+    `other_pages`: metrics of the other processes of this server; None: there are none, or they are asked for elsewhere.
     """
 
     role: Literal["worker", "frontend"]
@@ -49,6 +71,7 @@ class Service:
     admin: PolicyAdmin | None = None
     worker: Worker | None = None
     admin_port: int | None = None
+    other_pages: OtherPages | None = None
     texts: Texts = field(default_factory=lambda: Texts(None))
     """The tokenizer of the evaluation routes; without one they refuse."""
     lifecycle: Lifecycle = field(default_factory=Lifecycle)

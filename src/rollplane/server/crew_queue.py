@@ -1,0 +1,155 @@
+"""One queue for all processes of a frontend: it is the owner's; followers hold a call to it open while a request runs.
+
+The end of the call is the end of the request, also where the process that made it was killed.
+"""
+
+import asyncio
+import time
+from typing import Final
+
+import aiohttp
+import msgspec
+from starlette.types import Send
+
+from rollplane.errors import DeadlineExceeded, RollplaneError, TransportError
+from rollplane.protocol.arrays import empty_int32
+from rollplane.protocol.http import error_from_answer
+from rollplane.protocol.request import GenerateRequest, RequestOptions
+from rollplane.protocol.sampling import SamplingParams
+from rollplane.router.fair_queue import DEFAULT_CLASS, FairQueue, QueueSettings, Waiter
+from rollplane.server.crew import OWNER, QUEUE_PATH, RETRY_S, Crew, owner_gone
+from rollplane.server.watch import WatchedAnswer
+
+ADMITTED: Final = b"in"
+
+
+class Ask(msgspec.Struct, frozen=True, kw_only=True):
+    """One request that wants in. `left_s`: until its deadline."""
+
+    choices: int
+    priority: int = 0
+    traffic: str | None = None
+    caller: str | None = None
+    left_s: float | None = None
+
+    def request(self) -> GenerateRequest:
+        """As the queue reads it; it has no prompt."""
+        return GenerateRequest(
+            request_id="",
+            token_ids=empty_int32(),
+            sampling=SamplingParams(n=self.choices),
+            priority=self.priority,
+            options=RequestOptions(traffic_class=self.traffic),
+            caller=self.caller,
+        )
+
+
+async def enter(queue: FairQueue, ask: Ask) -> Waiter:
+    """Let a follower's request in, in its turn.
+
+    Raises:
+        Overloaded, DeadlineExceeded: see `FairQueue.enter`.
+    """
+    ends = None if ask.left_s is None else time.monotonic() + ask.left_s
+    waiter = await queue.enter(ask.request(), ends=ends, woken=asyncio.Event())
+    if waiter is None:
+        raise DeadlineExceeded("the request was not let in")
+    return waiter
+
+
+class Admitted(WatchedAnswer):
+    """The answer to a follower whose request was let in: it lasts as long as the request."""
+
+    def __init__(self, queue: FairQueue, waiter: Waiter) -> None:
+        self._queue = queue
+        self._waiter = waiter
+
+    async def send_all(self, send: Send) -> None:
+        """Say that it is in, then wait for the follower to hang up."""
+        try:
+            await send({"type": "http.response.start", "status": 200, "headers": []})
+            await send({"type": "http.response.body", "body": ADMITTED, "more_body": True})
+            await asyncio.Event().wait()
+        finally:
+            self._queue.leave(self._waiter)
+
+
+class OwnersQueue(FairQueue):
+    """The owner's queue from a follower.
+
+    Args:
+        fleet: whose queue.
+        wait_limit_s: how long a request without a deadline waits for an owner that is not there.
+    """
+
+    def __init__(self, crew: Crew, fleet: str, settings: QueueSettings, *, wait_limit_s: float) -> None:
+        super().__init__(settings)
+        self._crew = crew
+        self._path = QUEUE_PATH + fleet
+        self._wait_limit_s = wait_limit_s
+        self._calls: dict[Waiter, aiohttp.ClientResponse] = {}
+
+    def __repr__(self) -> str:
+        return f"<OwnersQueue {len(self._calls)} let in>"
+
+    async def enter(self, request: GenerateRequest, *, ends: float | None, woken: asyncio.Event) -> Waiter | None:
+        """Wait for room at the owner; see `FairQueue.enter`."""
+        name = request.options.traffic_class or DEFAULT_CLASS
+        waiter = Waiter(request.sampling.choices, traffic=name, caller=request.caller)
+        call = asyncio.ensure_future(self._let_in(request, ends=ends))
+        woke = asyncio.ensure_future(woken.wait())
+        try:
+            await asyncio.wait({call, woke}, return_when=asyncio.FIRST_COMPLETED)
+            if not call.done():
+                return None
+            self._calls[waiter] = call.result()
+            self.running += waiter.sequences
+            return waiter
+        finally:
+            woke.cancel()
+            if waiter not in self._calls:
+                call.cancel()
+                [found] = await asyncio.gather(call, return_exceptions=True)
+                if isinstance(found, aiohttp.ClientResponse):
+                    found.close()
+
+    def leave(self, waiter: Waiter) -> None:
+        """The request has ended."""
+        answer = self._calls.pop(waiter)
+        self.running -= waiter.sequences
+        answer.close()
+
+    async def _let_in(self, request: GenerateRequest, *, ends: float | None) -> aiohttp.ClientResponse:
+        limit = time.monotonic() + self._wait_limit_s if ends is None else ends
+        while True:
+            left_s = None if ends is None else max(ends - time.monotonic(), 0.0)
+            ask = Ask(
+                choices=request.sampling.choices,
+                priority=request.priority,
+                traffic=request.options.traffic_class,
+                caller=request.caller,
+                left_s=left_s,
+            )
+            try:
+                return await self._call(msgspec.json.encode(ask))
+            except TransportError as error:
+                if time.monotonic() >= limit:
+                    raise owner_gone(error) from None
+            await asyncio.sleep(RETRY_S)
+
+    async def _call(self, body: bytes) -> aiohttp.ClientResponse:
+        url = f"http://process-{OWNER}{self._path}"
+        answer: aiohttp.ClientResponse | None = None
+        try:
+            answer = await self._crew.session(OWNER).post(url, data=body, timeout=aiohttp.ClientTimeout(total=None))
+            if answer.status != 200:
+                raise error_from_answer(answer.status, await answer.read(), answer.headers, url=url)
+            if await answer.content.readexactly(len(ADMITTED)) != ADMITTED:
+                raise TransportError("the owner of the queue says something else than that the request is in")
+            return answer
+        except BaseException as error:
+            if answer is not None:
+                answer.close()
+            if isinstance(error, (aiohttp.ClientError, OSError, EOFError)) and not isinstance(error, RollplaneError):
+                raise TransportError(f"the owner of the queue does not answer: {error!r}") from error
+            raise
