@@ -4,7 +4,6 @@ import asyncio
 from pathlib import Path
 
 import pytest
-
 from tests.waiting import until
 
 from rollplane.engines.base import Engine
