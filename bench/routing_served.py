@@ -1,7 +1,7 @@
 """Placement over real HTTP, beside vLLM's own router: the same mock workers, the same requests, one router after the other.
 
     scripts/make_vllm_router_env.sh
-    python bench/routing_served.py [--rounds 3] [--slow 4] [--no-hints]
+    python bench/routing_served.py [--rounds 3] [--slow 4] [--no-hints] [--policy NAME ...]
 
 Eight mock workers and a router, each a process of its own. The load is `groups` of bench/routing.py: 64 prompts of 4,096
 tokens, each its own, 16 samples of each as 16 requests, all sent within 1 s; 8 workers of 128 slots, 20,000 prompt
@@ -10,7 +10,10 @@ name is in the body (`rollplane.group_id`) and in the header `X-Session-ID`, unl
 
 `--slow`: the mock's seconds are so many times longer, so that processes that share few cores are late by less of them; what is
 printed is divided by it. `first token`: from sending to the end of the prompt's computation, on the machine's clock,
-where the worker notes it. kv_aware follows the workers' KV events on ZMQ, in vLLM's wire.
+where the worker notes it. kv_aware follows the workers' KV events on ZMQ, in vLLM's wire; `hits` are the placements for
+which its index, fed by nothing else, knew a cached prefix. kv_aware+affinity: with its session affinity, by the same header.
+A round runs every router once, with one seed. Printed are medians over the rounds, and their spread. CPU: of the router, of
+the workers together (theirs read JSON, ours the hop's msgpack) and of this driver, milliseconds per request.
 """
 
 import argparse
@@ -32,6 +35,7 @@ from typing import Any
 import aiohttp
 import msgspec
 import numpy as np
+import uvloop
 
 from rollplane.engines.mock.engine import MockEngine
 from rollplane.engines.mock.settings import MockSettings
@@ -45,7 +49,7 @@ GROUPS, SAMPLES, PROMPT_TOKENS, SHORTEST, LONGEST = 64, 16, 4096, 64, 1024
 START_S = 90.0
 ROOT = Path(__file__).resolve().parent.parent
 OURS = ("prefix_aware", "least_loaded", "round_robin")
-THEIRS = ("cache_aware", "kv_aware", "sticky_least_loaded")
+THEIRS = ("cache_aware", "kv_aware", "kv_aware+affinity", "sticky_least_loaded")
 
 
 # -- a worker -----------------------------------------------------------------------------------------------------------
@@ -199,7 +203,7 @@ async def until_answered(url: str) -> None:
             await asyncio.sleep(0.1)
 
 
-def router_command(policy: str, *, port: int, workers: list[int], kv_ports: list[int]) -> list[str]:
+def router_command(policy: str, *, port: int, workers: list[int], kv_ports: list[int], metrics_port: int) -> list[str]:
     """The router's process."""
     urls = [f"http://127.0.0.1:{one}" for one in workers]
     if policy in OURS:
@@ -207,22 +211,35 @@ def router_command(policy: str, *, port: int, workers: list[int], kv_ports: list
             *(sys.executable, "-m", "rollplane.cli.main", "frontend", "--port", str(port), "--router", policy),
             *("--workers", ",".join(urls), "--log-level", "warning"),
         ]
+    name, _, affinity = policy.partition("+")
     command = [
         *(str(ROOT / ".venv-vllm-router/bin/vllm-router"), "--host", "127.0.0.1", "--port", str(port)),
-        *("--policy", policy, "--worker-urls", *urls, "--prometheus-port", str(free_ports(1)[0])),
+        *("--policy", name, "--worker-urls", *urls, "--prometheus-port", str(metrics_port)),
         *("--worker-startup-check-interval", "1", "--log-level", "warning"),
     ]
-    if policy == "kv_aware":
+    if name == "kv_aware":
         for url, kv_port in zip(urls, kv_ports, strict=True):
             command += ["--kv-event-source", f"{url}=tcp://127.0.0.1:{kv_port}"]
         command += ["--kv-event-block-size", str(BLOCK_TOKENS), "--kv-event-model", "mock"]
+    if affinity:
+        command += ["--kv-aware-session-affinity-ttl-secs", "600"]
     return command
+
+
+async def event_hits(port: int) -> float:
+    """Placements of kv_aware for which its index of KV events knew a cached prefix."""
+    async with aiohttp.ClientSession() as session, session.get(f"http://127.0.0.1:{port}/metrics") as answer:
+        for line in (await answer.text()).splitlines():
+            if line.startswith('vllm_router_kv_placement_lookups_total{result="hit"}'):
+                return float(line.rpartition(" ")[2])
+    return 0.0
 
 
 async def run(policy: str, seed: int, args: argparse.Namespace, root: Path) -> dict[str, float]:
     """One load through one router."""
-    ports = free_ports(2 * WORKERS + 1)
-    workers, kv_ports, port = ports[:WORKERS], ports[WORKERS : 2 * WORKERS], ports[-1]
+    *ports, port, metrics_port = free_ports(2 * WORKERS + 2)
+    workers, kv_ports = ports[:WORKERS], ports[WORKERS:]
+    hits = 0.0
     processes: list[subprocess.Popen[bytes]] = []
     with (root / f"{policy}.log").open("wb") as log:
         try:
@@ -234,15 +251,19 @@ async def run(policy: str, seed: int, args: argparse.Namespace, root: Path) -> d
                 processes.append(subprocess.Popen(command, stdout=log, stderr=log))  # noqa: ASYNC220 - short
             for one in workers:
                 await until_answered(f"http://127.0.0.1:{one}/health")
-            command = router_command(policy, port=port, workers=workers, kv_ports=kv_ports)
+            command = router_command(policy, port=port, workers=workers, kv_ports=kv_ports, metrics_port=metrics_port)
             router = subprocess.Popen(command, stdout=log, stderr=log)  # noqa: ASYNC220 - short
             processes.append(router)
             url = f"http://127.0.0.1:{port}"
             await until_answered(f"{url}/health")
             await asyncio.sleep(2.0)  # their router says healthy before it has looked at the workers
             load = load_of(seed, hints=args.hints, longest=args.longest)
+            everyone = [*(process.pid for process in processes), os.getpid()]
+            before = [cpu_s(pid) for pid in everyone]
             made_s = await send(url, load, args)
-            spent_s = cpu_s(router.pid)
+            spent_s = [cpu_s(pid) - had for pid, had in zip(everyone, before, strict=True)]
+            if policy.startswith("kv_aware"):
+                hits = await event_hits(metrics_port)
         finally:
             for process in reversed(processes):
                 process.send_signal(signal.SIGTERM)
@@ -264,7 +285,10 @@ async def run(policy: str, seed: int, args: argparse.Namespace, root: Path) -> d
         "makespan": made_s / args.slow,
         "load": max(counts) / statistics.mean(counts),
         "prefilled": prefilled / (GROUPS * PROMPT_TOKENS),
-        "cpu_ms": 1000 * spent_s / len(load),
+        "cpu_ms": 1000 * spent_s[-2] / len(load),
+        "workers_cpu_ms": 1000 * sum(spent_s[:-2]) / len(load),
+        "driver_cpu_ms": 1000 * spent_s[-1] / len(load),
+        "hits": hits,
     }
 
 
@@ -300,34 +324,58 @@ def cpu_s(pid: int) -> float:
 
 
 async def main(args: argparse.Namespace) -> None:
-    """Run every router in turn, round after round, and print the means."""
+    """Run every router in turn, round after round, and print the medians."""
     names = args.policy or [OURS[0], *THEIRS, OURS[1]]
     found: dict[str, list[dict[str, float]]] = {name: [] for name in names}
     with tempfile.TemporaryDirectory(prefix="routing-") as folder:
-        for seed in range(args.rounds):
+        for seed in range(args.seed, args.seed + args.rounds):
             for name in names:
                 result = await run(name, seed, args, Path(folder))
                 found[name].append(result)
                 said = ", ".join(f"{key} {value:.3f}" for key, value in result.items())
                 print(f"round {seed} {name:20} {said}  (load average {os.getloadavg()[0]:.1f})", flush=True)
+    hinted = "with" if args.hints else "without"
+    print(f"\nmedians of {args.rounds} rounds, seconds of the mock's clock; {hinted} group names")
     print(
-        f"\nmeans of {args.rounds} rounds, seconds of the mock's clock; {'with' if args.hints else 'without'} group names"
+        f"{'router':34}{'first token':>12}{'(spread)':>15}{'p95':>8}{'makespan':>10}{'load':>7}{'prefilled':>11}"
+        f"{'CPU ms: router':>16}{'workers':>9}{'driver':>8}{'hits':>7}"
     )
-    print(
-        f"{'router':34}{'first token':>12}{'p95':>8}{'makespan':>10}{'load':>7}{'prefilled':>11}{'CPU ms/request':>16}"
-    )
-    for name, results in found.items():
-        mean = {key: statistics.mean(result[key] for result in results) for key in results[0]}
+    middles = {name: {key: middle(results, key) for key in results[0]} for name, results in found.items()}
+    for name, one in middles.items():
         who = f"rollplane {name}" if name in OURS else f"vllm-router {name}"
+        spread = sorted(result["first"] for result in found[name])
         print(
-            f"{who:34}{mean['first']:12.3f}{mean['p95']:8.2f}{mean['makespan']:10.2f}{mean['load']:7.2f}"
-            f"{mean['prefilled']:11.2f}{mean['cpu_ms']:16.2f}"
+            f"{who:34}{one['first']:12.3f}{f'({spread[0]:.2f}..{spread[-1]:.2f})':>15}{one['p95']:8.2f}"
+            f"{one['makespan']:10.2f}{one['load']:7.2f}{one['prefilled']:11.2f}{one['cpu_ms']:16.2f}"
+            f"{one['workers_cpu_ms']:9.2f}{one['driver_cpu_ms']:8.2f}{one['hits']:7.0f}"
+        )
+    compare(middles)
+
+
+def middle(results: list[dict[str, float]], key: str) -> float:
+    """The median of one figure."""
+    return statistics.median(result[key] for result in results)
+
+
+def compare(middles: dict[str, dict[str, float]]) -> None:
+    """Our default policy beside the best of each figure of theirs, and beside round-robin."""
+    ours = middles.get(OURS[0])
+    theirs = {name: one for name, one in middles.items() if name in THEIRS}
+    if ours is None:
+        return
+    for key in ("first", "makespan") if theirs else ():
+        best = min(theirs, key=lambda name: theirs[name][key])
+        print(f"{key}: {ours[key] / theirs[best][key]:.3f} of vllm-router's best there, {best}")
+    if (turns := middles.get("round_robin")) is not None:
+        print(
+            f"round_robin to ours: first {turns['first'] / ours['first']:.2f}, makespan {turns['makespan'] / ours['makespan']:.2f}"
         )
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--rounds", type=int, default=1)
+    parser.add_argument("--seed", type=int, default=0, help="of the first round")
     parser.add_argument("--slow", type=float, default=4.0)
     parser.add_argument(
         "--longest", type=int, default=LONGEST, help="longest output; short ones tell first tokens only"
@@ -338,4 +386,4 @@ if __name__ == "__main__":
     parser.add_argument("--kv-port", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--notes", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
-    asyncio.run(serve_worker(given) if given.worker_port else main(given))
+    uvloop.run(serve_worker(given) if given.worker_port else main(given))

@@ -186,9 +186,5 @@ def chained_keys(tokens: Int32Array, *, block_tokens: int, parent: int) -> list[
     """The keys of full blocks that follow a block with the key `parent` (or a `scope_key`); see `block_keys`."""
     whole = tokens.size - tokens.size % block_tokens
     blocks = np.ascontiguousarray(tokens[:whole], dtype="<i4").view(f"V{block_tokens * 4}")
-    key, keys = parent, []
-    digest = xxhash.xxh3_64_intdigest
-    for block in blocks.tolist():
-        key = digest(block, key)
-        keys.append(key)
-    return keys
+    key, digest = parent, xxhash.xxh3_64_intdigest
+    return [key := digest(block, key) for block in blocks.tolist()]

@@ -32,8 +32,12 @@ def fitting(request: GenerateRequest, workers: Sequence[RoutedWorker], fleet: Fl
     routable = [worker for worker in workers if worker.member.routable]
     if not routable:
         return _none_routable(workers)
-    lags = None if request.options.max_policy_lag is None else {v: fleet.lag(v) for v in {w.version for w in routable}}
-    found = [worker for worker in routable if _has_version(request, worker, fleet, lags)]
+    options = request.options
+    lags = None if options.max_policy_lag is None else {v: fleet.lag(v) for v in {w.version for w in routable}}
+    if options.policy_version is None and options.min_policy_version is None and lags is None:
+        found = [worker for worker in routable if worker.member.version is not None]
+    else:
+        found = [worker for worker in routable if _has_version(request, worker, fleet, lags)]
     if not found:
         return _no_version(request, workers, routable, fleet)
     if request.model is not None and request.model in fleet.adapter_paths:

@@ -27,6 +27,8 @@ log = structlog.get_logger("rollplane.router")
 MAX_REMEMBERED: Final = 65_536
 """Sessions, and groups, whose last worker is remembered; the longest unused go first."""
 SLOWDOWNS_EVERY_S: Final = 0.5
+OVER_THE_CAP: Final = 1e12
+"""Prompt tokens; more than any cost."""
 
 
 class PrefixAwareSettings(msgspec.Struct, frozen=True, kw_only=True):
@@ -130,20 +132,17 @@ class PrefixAware:
             - cached.get(seen.url, 0)
             + per_pending * pending.get(seen.url, 0)
             + per_sequence * load
-            + per_slot * max(load + sequences - seen.slots, 0)
+            + (per_slot * over if (over := load + sequences - seen.slots) > 0 else 0.0)
             for seen, load in zip(seens, loads, strict=True)
         ]
         self._prefer(costs, seens, self._groups.get(options.group_id), by=per_sequence * slack)
         self._prefer(costs, seens, self._sessions.get(options.session_id), by=float("inf"))
-        self._turn += 1
-        turn, count = self._turn, len(workers)
         # Over the cap by load only, under it by cost; among equals one after the other.
-        ranks = [
-            (load > cap, load if load > cap else cost, (at - turn) % count, at)
-            for at, (load, cost) in enumerate(zip(loads, costs, strict=True))
-        ]
-        ranks.sort()
-        return [workers[rank[3]] for rank in ranks]
+        ranks = [cost if load <= cap else OVER_THE_CAP + load for load, cost in zip(loads, costs, strict=True)]
+        self._turn = first = (self._turn + 1) % len(workers)
+        best_first = [*range(first, len(workers)), *range(first)]
+        best_first.sort(key=ranks.__getitem__)
+        return [workers[at] for at in best_first]
 
     def placed(self, request: GenerateRequest, worker: RoutedWorker) -> int | None:
         """See `Policy.placed`: the worker will have this prompt, its group and its session."""

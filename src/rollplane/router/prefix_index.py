@@ -10,9 +10,10 @@ what stays behind is swept up a little with every later call.
 """
 
 import functools
+import itertools
 import operator
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Final
 
 import msgspec
@@ -25,6 +26,8 @@ CAPACITY_BLOCKS: Final = 2**20
 """Reported blocks of all workers together; about 300 bytes each."""
 PREDICTED_S: Final = 30.0
 SWEPT_PER_CALL: Final = 256
+LOOKED_UP_AT_ONCE: Final = 128
+"""Keys of a prompt that are looked up before it is seen whether any worker is left."""
 EVICTED_SHARE: Final = 64
 """One part in so many is evicted at once when the index is full."""
 
@@ -175,33 +178,22 @@ class PrefixIndex:
         """How many leading keys each worker has, reported or predicted; only workers that have at least one."""
         self._tend()
         alive = self._live
-        if not keys or not alive:
-            return {}
-        first = keys[0]
-        if not (self._reported.get(first, 0) | self._new.get(first, 0) | self._old.get(first, 0)) & alive:
-            return {}
-        # A sample of a group: who has any block of the prompt has all. Found without a step of Python per key.
-        masks = [list(map(found.get, keys)) for found in (self._reported, self._new, self._old) if found]
-        if all(mask.count(mask[0]) == len(mask) for mask in masks):
-            depths: dict[str, int] = {}
-            everyone = functools.reduce(operator.or_, (mask[0] or 0 for mask in masks), 0)
-            self._note(everyone & alive, len(keys), depths)
-            return depths
-        return self._walk(keys, alive)
-
-    def _walk(self, keys: Sequence[int], alive: int) -> dict[str, int]:
-        reported, new, old = self._reported.get, self._new.get, self._old.get
         depths: dict[str, int] = {}
         depth = 0
-        for key in keys:
-            has = (reported(key, 0) | new(key, 0) | old(key, 0)) & alive
-            if has != alive:
-                if depth:
-                    self._note(alive ^ has, depth, depths)
-                alive = has
-                if not alive:
-                    return depths
-            depth += 1
+        masks = [found.get for found in (self._reported, self._new, self._old) if found]
+        for at in range(0, len(keys) if masks else 0, LOOKED_UP_AT_ONCE):
+            part = keys[at : at + LOOKED_UP_AT_ONCE]
+            have = functools.reduce(_either, (map(mask, part, itertools.repeat(0)) for mask in masks))
+            # Workers change along a prompt a few times at most: a step of Python for each run of keys, not for each key.
+            for workers, run in itertools.groupby(have):
+                has = workers & alive
+                if has != alive:
+                    if depth:
+                        self._note(alive ^ has, depth, depths)
+                    alive = has
+                    if not alive:
+                        return depths
+                depth += len(list(run))
         if depth:
             self._note(alive, depth, depths)
         return depths
@@ -239,7 +231,7 @@ class PrefixIndex:
         if depth and old.get(keys[depth - 1], 0) & bit:
             depth = 0
         tail = keys[depth:] if depth else keys
-        if new.keys().isdisjoint(tail) and reported.keys().isdisjoint(tail) and old.keys().isdisjoint(tail):
+        if all(known.keys().isdisjoint(tail) for known in (new, reported, old) if known):
             new.update(dict.fromkeys(tail, bit))  # the usual case, without a step per key
             holder.pending_new += len(tail)
             tail = ()
@@ -404,6 +396,10 @@ class PrefixIndex:
             names = [name for name, _ in zip(holder.blocks, range(min(share, self._blocks - goal)), strict=False)]
             self._remove(holder, names)
             self._evicted += len(names)
+
+
+def _either(these: Iterator[int], those: Iterator[int]) -> Iterator[int]:
+    return map(operator.or_, these, those)
 
 
 def _clear(masks: dict[int, int], key: int, bit: int) -> None:
