@@ -231,11 +231,14 @@ class PrefixAware:
     def _cached(self, index: PrefixIndex, prompt: _Prompt, seens: Sequence[_Seen]) -> dict[str, int]:
         """Prompt tokens that each worker would read from its cache; workers without any are left out."""
         request = prompt.request
+        usable, size = _usable(request, index), index.block_tokens
+        if request.model is None and len(scopes := {seen.salt_scope for seen in seens if seen.comparable}) == 1:
+            depths = self._keys(index, prompt, (scopes.pop(), None))[1]
+            return {url: min(depth, usable) * size for url, depth in depths.items()}
         by_version: dict[_Scope, list[_Seen]] = {}
         for seen in seens:
             if seen.comparable:
                 by_version.setdefault(self._scope(request, seen), []).append(seen)
-        usable, size = _usable(request, index), index.block_tokens
         found: dict[str, int] = {}
         for scope, those in by_version.items():
             depths = self._keys(index, prompt, scope)[1]

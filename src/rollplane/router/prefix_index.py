@@ -183,7 +183,8 @@ class PrefixIndex:
         masks = [found.get for found in (self._reported, self._new, self._old) if found]
         for at in range(0, len(keys) if masks else 0, LOOKED_UP_AT_ONCE):
             part = keys[at : at + LOOKED_UP_AT_ONCE]
-            have = functools.reduce(_either, (map(mask, part, itertools.repeat(0)) for mask in masks))
+            rows: list[Iterator[int]] = [map(mask, part, itertools.repeat(0)) for mask in masks]
+            have = functools.reduce(_either, rows)
             # Workers change along a prompt a few times at most: a step of Python for each run of keys, not for each key.
             for workers, run in itertools.groupby(have):
                 has = workers & alive
@@ -231,8 +232,9 @@ class PrefixIndex:
         if depth and old.get(keys[depth - 1], 0) & bit:
             depth = 0
         tail = keys[depth:] if depth else keys
-        if all(known.keys().isdisjoint(tail) for known in (new, reported, old) if known):
-            new.update(dict.fromkeys(tail, bit))  # the usual case, without a step per key
+        if tail and not any(tail[0] in known for known in (new, reported, old)):
+            # Nobody has the first, so nobody can use the others: whatever is left of them may be written over.
+            new.update(dict.fromkeys(tail, bit))
             holder.pending_new += len(tail)
             tail = ()
         for key in tail:
