@@ -185,7 +185,7 @@ class Member:
             and heard.instance == self.instance
             and heard.health.alive
             and heard.health.state == "ready"
-            and self.stall is None
+            and (self.stall_s is None or heard.health.last_progress_s <= self.stall_s or self.stall is None)
         )
 
     @property

@@ -35,7 +35,7 @@ def fitting(request: GenerateRequest, workers: Sequence[RoutedWorker], fleet: Fl
     options = request.options
     lags = None if options.max_policy_lag is None else {v: fleet.lag(v) for v in {w.version for w in routable}}
     if options.policy_version is None and options.min_policy_version is None and lags is None:
-        found = [worker for worker in routable if worker.member.version is not None]
+        found = routable  # whoever is routable has told its version
     else:
         found = [worker for worker in routable if _has_version(request, worker, fleet, lags)]
     if not found:

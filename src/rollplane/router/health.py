@@ -63,7 +63,7 @@ class Circuit:
     @property
     def admits(self) -> bool:
         """Whether a request may be sent: always while closed, one probe while half open."""
-        return self.state != "open"
+        return self._state == "closed" or self.state != "open"
 
     @property
     def reopens_in_s(self) -> float:

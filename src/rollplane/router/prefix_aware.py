@@ -287,9 +287,11 @@ class PrefixAware:
             seen = known.get(worker)
             if seen is None or seen.state is not worker.member.worker.state:
                 seen = self._look(worker)
-            load = max(worker.sequences, seen.told)
+            ours, told = worker.sequences, seen.told
             seens.append(seen)
-            loads.append(load * slow.get(worker, 1.0) if slow else load)
+            loads.append(ours if ours > told else told)
+        if slow:
+            loads = [load * slow.get(worker, 1.0) for worker, load in zip(workers, loads, strict=True)]
         return seens, loads
 
 
