@@ -9,9 +9,9 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator
 from contextlib import AsyncExitStack
-from typing import Final
+from typing import Final, Literal
 
 import msgspec
 
@@ -23,24 +23,17 @@ from rollplane.engines.base import (
     IsolatesVersions,
     KvEventSource,
     MediaRenderer,
+    NativeControls,
     OutlivesWorker,
     WeightReceiver,
 )
 from rollplane.engines.wrappers.key_book import KeyBook
 from rollplane.engines.wrappers.live import KeepLimits, LiveRequests
-from rollplane.errors import Conflict, DeadlineExceeded, EngineProtocolError, InvalidRequest, NotFound, Unavailable
+from rollplane.errors import DeadlineExceeded, EngineProtocolError, NotFound, Unavailable
 from rollplane.identity import engine_salt, identify
 from rollplane.protocol.admin import (
-    AdapterRecord,
-    FlushReport,
-    PauseMode,
-    PauseReport,
-    ResumeReport,
-    StagedWeights,
-    UpdateReport,
     WorkerRecord,
 )
-from rollplane.protocol.broadcast import GroupReport, Manifest, TransferGroup
 from rollplane.protocol.events import EndEvent, Event
 from rollplane.protocol.info import EngineHealth, EngineInfo, EngineState
 from rollplane.protocol.kv_events import KvBatch
@@ -48,10 +41,11 @@ from rollplane.protocol.rendered import RenderBody, Rendered
 from rollplane.protocol.request import GenerateRequest
 from rollplane.protocol.state import HEARTBEAT_S, WorkerState
 from rollplane.rl.adapters import AdapterTable
-from rollplane.rl.base import OnFailure, Operation
 from rollplane.rl.broadcast import BroadcastControl
+from rollplane.rl.native import NativeControl
 from rollplane.rl.versions import VersionSequence, check_version_wanted
 from rollplane.rl.weights import PolicyControl
+from rollplane.rl.worker_admin import WorkerAdmin
 
 _STATES: Final[dict[str, EngineState]] = {
     "ready": "ready",
@@ -60,6 +54,7 @@ _STATES: Final[dict[str, EngineState]] = {
     "receiving": "updating",
     "verifying": "updating",
     "failed": "failed",
+    "asleep": "asleep",
 }
 
 
@@ -80,7 +75,7 @@ class WorkerSettings(msgspec.Struct, frozen=True, kw_only=True):
     isolate_by_version: bool = True
 
 
-class Worker:
+class Worker(WorkerAdmin):
     """An engine with everything a trainer needs around it.
 
     Args:
@@ -88,15 +83,10 @@ class Worker:
     """
 
     def __init__(self, engine: Engine, *, settings: WorkerSettings | None = None) -> None:
+        super().__init__()
         self.settings = settings or WorkerSettings()
         self.engine = engine
         self.instance_id = uuid.uuid4().hex[:16]
-        self.epoch: int | None = None
-        self.cache_generation = 0
-        """Grows whenever cached KV may be gone: routers forget what they knew of it, whatever the engine's events say."""
-        self.policy: PolicyControl | None = None
-        self.broadcast: BroadcastControl | None = None
-        self.adapter_table: AdapterTable | None = None
         self.keys = KeyBook()
         self._isolating: IsolatesVersions | None = None
         self._live = LiveRequests(_Admitted(self), keep=self.settings.keep)
@@ -124,11 +114,6 @@ class Worker:
     def state_age_s(self) -> float:
         """Seconds since the policy state was entered; 0 for an engine that has none."""
         return self.policy.state_age_s if self.policy is not None else 0.0
-
-    @property
-    def version(self) -> str:
-        """The policy version that makes tokens."""
-        return self.policy.version if self.policy is not None else "default"
 
     @property
     def salt_scope(self) -> str | None:
@@ -161,7 +146,13 @@ class Worker:
             self._isolating = self.engine
         if isinstance(self.engine, WeightReceiver):
             life = self.engine.cache_life if isinstance(self.engine, OutlivesWorker) else ""
-            self.policy = PolicyControl(self.engine, life=life, on_change=self._tell)
+            state = (await self.engine.health()).state
+            found: Literal["ready", "paused", "asleep"] = "ready"
+            if state == "paused" or state == "asleep":
+                found = state
+            self.policy = PolicyControl(self.engine, life=life, found=found, on_change=self._tell)
+            if isinstance(self.engine, NativeControls):
+                self.native = NativeControl(self.engine, self.policy, name=self.info.engine)
             by_broadcast = set(self.engine.info.capabilities.weight_transfer) - {"disk"}
             if isinstance(self.engine, BroadcastReceiver) and by_broadcast:
                 self.broadcast = BroadcastControl(self.engine, self.policy, info=self.engine.info, on_change=self._tell)
@@ -178,6 +169,8 @@ class Worker:
             async with asyncio.timeout(grace_s):
                 while self._live.count and grace_s > 0:
                     await self._changed.wait()
+        if self.native is not None:
+            await self.native.close()
         if self.policy is not None:
             await self.policy.close()
         if self.broadcast is not None:
@@ -297,6 +290,10 @@ class Worker:
         if self.broadcast is not None:
             names += ["init_weights_update_group", "update_weights_from_distributed", "destroy_weights_update_group"]
             names += ["stage_weights_from_distributed"]
+        if self.info.capabilities.native_transfer is not None:
+            names += ["init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"]
+        if self.info.capabilities.sleep:
+            names += ["sleep", "wake_up", "is_sleeping"]
         if self.adapter_table is not None:
             names += ["list_loras", "load_lora", "unload_lora"]
         return sorted(names)
@@ -346,118 +343,6 @@ class Worker:
                 async with asyncio.timeout(HEARTBEAT_S):
                     await changed.wait()
 
-    # PolicyAdmin -----------------------------------------------------------------------------------------------------
-
-    async def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = False) -> PauseReport:
-        """See `PolicyAdmin.pause`."""
-        if mode == "keep" and not clear_cache:
-            return await self._policy().pause(mode)
-        with self._cache_in_doubt():
-            return await self._policy().pause(mode, clear_cache=clear_cache)
-
-    async def resume(self) -> ResumeReport:
-        """See `PolicyAdmin.resume`."""
-        return await self._policy().resume()
-
-    async def stage_weights(self, path: str, *, operation: Operation | None = None) -> StagedWeights:
-        """Read and check a checkpoint while tokens are made; a following update with its digest uses it."""
-        self._check_epoch(operation)
-        return await self._policy().stage(path, operation=operation)
-
-    async def update_from_disk(
-        self,
-        path: str,
-        *,
-        version: str | None = None,
-        mode: PauseMode = "keep",
-        clear_cache: bool = False,
-        on_failure: OnFailure = "rollback",
-        expected_digest: str | None = None,
-        operation: Operation | None = None,
-    ) -> UpdateReport:
-        """See `PolicyAdmin.update_from_disk`. One worker needs no roll-back: a refused update leaves it as it was."""
-        self._check_epoch(operation)
-        with self._cache_in_doubt():
-            return await self._policy().update_from_disk(
-                path,
-                version=version,
-                mode=mode,
-                clear_cache=clear_cache,
-                expected_digest=expected_digest,
-                operation=operation,
-            )
-
-    async def apply_staged(
-        self,
-        digest: str,
-        *,
-        version: str,
-        mode: PauseMode = "keep",
-        clear_cache: bool = False,
-        operation: Operation | None = None,
-    ) -> UpdateReport:
-        """Put weights in place that were staged before, from a directory or a broadcast, by their digest."""
-        self._check_epoch(operation)
-        with self._cache_in_doubt():
-            return await self._policy().apply_staged(
-                digest, version=version, mode=mode, clear_cache=clear_cache, operation=operation
-            )
-
-    async def init_weights_group(self, group: TransferGroup, *, operation: Operation | None = None) -> GroupReport:
-        """See `BroadcastControl.init`."""
-        self._check_epoch(operation)
-        return await self._broadcast().init(group, operation=operation)
-
-    async def stage_broadcast(self, manifest: Manifest, *, operation: Operation | None = None) -> StagedWeights:
-        """See `BroadcastControl.stage`."""
-        self._check_epoch(operation)
-        return await self._broadcast().stage(manifest, operation=operation)
-
-    async def update_from_broadcast(
-        self,
-        manifest: Manifest,
-        *,
-        version: str,
-        mode: PauseMode = "keep",
-        clear_cache: bool = False,
-        on_failure: OnFailure = "rollback",
-        expected_digest: str | None = None,
-        operation: Operation | None = None,
-    ) -> UpdateReport:
-        """See `BroadcastControl.update`. One worker needs no roll-back: a refused update leaves it as it was."""
-        self._check_epoch(operation)
-        with self._cache_in_doubt():
-            return await self._broadcast().update(
-                manifest,
-                version=version,
-                mode=mode,
-                clear_cache=clear_cache,
-                expected_digest=expected_digest,
-                operation=operation,
-            )
-
-    async def destroy_weights_group(self, *, operation: Operation | None = None) -> GroupReport:
-        """See `BroadcastControl.destroy`."""
-        self._check_epoch(operation)
-        return await self._broadcast().destroy(operation=operation)
-
-    async def policy_version(self) -> str:
-        """See `PolicyAdmin.policy_version`."""
-        return self.version
-
-    async def set_policy_version(self, version: str) -> None:
-        """See `PolicyAdmin.set_policy_version`."""
-        await self._policy().set_version(version)
-
-    async def flush_cache(self, *, preempt: bool = False) -> FlushReport:
-        """See `PolicyAdmin.flush_cache`."""
-        with self._cache_in_doubt():
-            return await self._policy().flush(preempt=preempt)
-
-    async def workers(self) -> list[WorkerRecord]:
-        """This worker."""
-        return [self.record()]
-
     async def render_media(self, body: RenderBody) -> Rendered:
         """See `MediaRenderer.render_media`.
 
@@ -469,58 +354,7 @@ class Worker:
             raise InvalidRequest(says, param="messages")
         return await self.engine.render_media(body)
 
-    async def load_adapter(self, name: str, path: str, *, operation: Operation | None = None) -> AdapterRecord:
-        """See `PolicyAdmin.load_adapter`."""
-        self._check_epoch(operation)
-        if self.info.serves(name):
-            raise Conflict(f"{name!r} is the base model's name", param="lora_name")
-        return await self._adapter_table().load(name, path, operation=operation)
-
-    async def unload_adapter(self, name: str, *, operation: Operation | None = None) -> AdapterRecord:
-        """See `PolicyAdmin.unload_adapter`."""
-        self._check_epoch(operation)
-        return await self._adapter_table().unload(name, operation=operation)
-
-    async def adapters(self) -> list[AdapterRecord]:
-        """See `PolicyAdmin.adapters`."""
-        return self.adapter_table.records() if self.adapter_table is not None else []
-
     # -----------------------------------------------------------------------------------------------------------------
-
-    @contextlib.contextmanager
-    def _cache_in_doubt(self) -> Iterator[None]:
-        """What is cached may be gone when this ends, however it ends."""
-        try:
-            yield
-        finally:
-            self.cache_generation += 1
-            self._tell()
-
-    def _policy(self) -> PolicyControl:
-        if self.policy is None:
-            raise InvalidRequest(f"the {self.info.engine} engine cannot be paused or updated")
-        return self.policy
-
-    def _broadcast(self) -> BroadcastControl:
-        if self.broadcast is None:
-            raise InvalidRequest(
-                f"the {self.info.engine} engine receives no weights by broadcast; it takes "
-                f"{', '.join(self.info.capabilities.weight_transfer) or 'none'}"
-            )
-        return self.broadcast
-
-    def _adapter_table(self) -> AdapterTable:
-        if self.adapter_table is None:
-            raise InvalidRequest(f"the {self.info.engine} engine was started without LoRA")
-        return self.adapter_table
-
-    def _check_epoch(self, operation: Operation | None) -> None:
-        """A command of an owner that was replaced is refused; a newer owner is remembered."""
-        if operation is None or operation.epoch is None:
-            return
-        if self.epoch is not None and operation.epoch < self.epoch:
-            raise Conflict(f"the command is of epoch {operation.epoch}, this worker follows epoch {self.epoch}")
-        self.epoch = operation.epoch
 
     def _versions(self) -> VersionSequence:
         return self.policy.sequence if self.policy is not None else self._sequence

@@ -7,6 +7,7 @@ from pathlib import Path
 import msgspec
 from tests.contract.embedded_cases import make_embedded
 from tests.contract.grpc_over_mock import GRPC_LACKS, make_grpc
+from tests.contract.native_cases import NO_NATIVE, TRANSFER
 
 from rollplane.engines.mock.engine import MockEngine
 from rollplane.engines.mock.settings import MockSettings
@@ -44,7 +45,7 @@ def mock_files(root: Path) -> tuple[list[str], list[str]]:
 def make_mock(settings: MockSettings) -> Callable[[Path], Subject]:
     def make(root: Path) -> Subject:
         weights, adapters = mock_files(root)
-        return Subject(engine=MockEngine(settings), weights=weights, adapters=adapters)
+        return Subject(engine=MockEngine(settings), weights=weights, adapters=adapters, transfer=TRANSFER)
 
     return make
 
@@ -54,34 +55,48 @@ NO_SIDE_CHANNELS = frozenset({"masks_are_the_support", "routes_begin_where_asked
 
 NO_BLOCK_CACHE = frozenset({"salts_separate_caches", "kv_events_tell_what_is_cached"})
 
+GRPC_MOCK = MockSettings(vocab_tokens=1024, step_s=0.001, transfer_backend="nccl", sleep_mode=True)
+
 ENGINES: dict[str, EngineCase] = {
     "mock-instant": EngineCase(
         make=make_mock(MockSettings()),
         # A unary request is done before an abort can reach it.
-        lacks=NO_SIDE_CHANNELS | {"an_aborted_unary_request_keeps_its_tokens"},
+        lacks=NO_SIDE_CHANNELS | NO_NATIVE | {"an_aborted_unary_request_keeps_its_tokens"},
     ),
     "mock-paced": EngineCase(
-        make=make_mock(MockSettings(step_s=0.001, prefill_tokens_per_s=2_000_000.0, vocab_tokens=1024)),
+        make=make_mock(
+            MockSettings(
+                step_s=0.001,
+                prefill_tokens_per_s=2_000_000.0,
+                vocab_tokens=1024,
+                transfer_backend="mock",
+                sleep_mode=True,
+            )
+        ),
         lacks=NO_SIDE_CHANNELS,
     ),
     "mock-moe": EngineCase(
         make=make_mock(MockSettings(moe=MOE, sampling_mask=True, vocab_tokens=128, step_s=0.0005)),
+        lacks=NO_NATIVE,
     ),
     "mock-bare": EngineCase(
         make=make_mock(
             MockSettings(cache_blocks=0, max_adapters=0, features=(), max_num_seqs=4, step_per_sequence_s=0.0003)
         ),
         lacks=NO_SIDE_CHANNELS
+        | NO_NATIVE
         | {"salts_separate_caches", "kv_events_tell_what_is_cached", "adapters_load_serve_and_go"},
     ),
     "vllm-grpc-one-token": EngineCase(
-        make=make_grpc(mock_files, MockSettings(vocab_tokens=1024, step_s=0.001), tokens_per_message=1),
+        make=make_grpc(mock_files, GRPC_MOCK, tokens_per_message=1),
         lacks=NO_SIDE_CHANNELS | GRPC_LACKS,
     ),
     "vllm-grpc-as-it-comes": EngineCase(
-        make=make_grpc(mock_files, MockSettings(vocab_tokens=1024, step_s=0.001), tokens_per_message=None),
+        make=make_grpc(mock_files, GRPC_MOCK, tokens_per_message=None),
         lacks=NO_SIDE_CHANNELS | GRPC_LACKS,
     ),
-    "embedded": EngineCase(make=make_embedded("qwen3"), lacks=NO_BLOCK_CACHE | {"routes_begin_where_asked"}),
-    "embedded-moe": EngineCase(make=make_embedded("qwen3-moe"), lacks=NO_BLOCK_CACHE),
+    "embedded": EngineCase(
+        make=make_embedded("qwen3"), lacks=NO_BLOCK_CACHE | NO_NATIVE | {"routes_begin_where_asked"}
+    ),
+    "embedded-moe": EngineCase(make=make_embedded("qwen3-moe"), lacks=NO_BLOCK_CACHE | NO_NATIVE),
 }

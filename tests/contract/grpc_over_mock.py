@@ -3,6 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 
+from tests.contract.native_cases import TRANSFER
+
 from rollplane.engines.grpc.engine import GrpcEngine
 from rollplane.engines.grpc.mock_server import MockVllmServer
 from rollplane.engines.grpc.settings import GrpcSettings
@@ -27,7 +29,12 @@ class GrpcOverMock(GrpcEngine):
 
     def __init__(self, mock: MockSettings, *, tokens_per_message: int | None) -> None:
         super().__init__()
-        self.server = MockVllmServer(MockEngine(mock), tokens_per_message=tokens_per_message)
+        self.server = MockVllmServer(
+            MockEngine(mock),
+            tokens_per_message=tokens_per_message,
+            transfer_backend=mock.transfer_backend,
+            sleep_mode=mock.sleep_mode,
+        )
         self._vocab_size = mock.vocab_tokens
 
     async def start(self) -> None:
@@ -47,6 +54,7 @@ def make_grpc(
 
     def make(root: Path) -> Subject:
         _, adapters = files(root)
-        return Subject(engine=GrpcOverMock(mock, tokens_per_message=tokens_per_message), adapters=adapters)
+        engine = GrpcOverMock(mock, tokens_per_message=tokens_per_message)
+        return Subject(engine=engine, adapters=adapters, transfer=TRANSFER)
 
     return make

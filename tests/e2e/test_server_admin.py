@@ -133,7 +133,6 @@ async def test_broadcasts_are_refused_with_the_reason(worker: Served, tmp_path: 
         ("/init_broadcaster", init),
         ("/update_weights", {"weight_dir": str(marker)}),
         ("/update_weights", {"weight_dir": None}),
-        ("/update_weights", {"update_info": {"names": []}}),
     ):
         status, answer = await call(worker, path, body)
         assert status == 400, path
@@ -174,7 +173,7 @@ async def test_staged_weights_are_applied_by_their_digest(worker: Served, tmp_pa
 
 
 async def test_a_route_without_backing_is_a_404(worker: Served) -> None:
-    for path in ("/sleep", "/wake_up", "/init_weight_transfer_engine", "/start_weight_update", "/collective_rpc"):
+    for path in ("/collective_rpc", "/start_draft_weight_update", "/release_kv_cache_memory"):
         assert (await call(worker, path, {}))[0] == 404
 
 

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 from tests.contract.grpc_over_mock import GRPC_LACKS
+from tests.contract.native_cases import NO_NATIVE
 from tests.e2e.server_support import serving
 from tests.models.tiny import shared_model
 from tests.real import processes
@@ -46,7 +47,7 @@ ENDLESS = 3000
 LASTING = 400
 """Tokens of a request that is seen to run, is paused, and then runs to its end."""
 
-LACKS = GRPC_LACKS | {"masks_are_the_support", "routes_begin_where_asked", "adapters_load_serve_and_go"}
+LACKS = GRPC_LACKS | NO_NATIVE | {"masks_are_the_support", "routes_begin_where_asked", "adapters_load_serve_and_go"}
 
 
 @pytest.fixture(scope="module")
@@ -111,6 +112,7 @@ async def test_the_server_is_described(engine: GrpcEngine) -> None:
     assert info.capabilities.lora is None
     assert info.capabilities.features == info.capabilities.raw_media == []
     assert info.capabilities.weight_transfer == []
+    assert (info.capabilities.native_transfer, info.capabilities.sleep) == (None, False)
 
 
 async def test_the_servers_http_side_gives_the_same_answer(engine: GrpcEngine, server: processes.Server) -> None:

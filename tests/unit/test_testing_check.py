@@ -7,13 +7,14 @@ from typing import Any
 import msgspec
 import numpy as np
 import pytest
+from tests.contract.native_cases import TRANSFER
 
 from rollplane.engines.mock.engine import MockEngine
 from rollplane.engines.mock.settings import Fault, MockSettings
 from rollplane.errors import EngineFailed, InvalidRequest
 from rollplane.protocol.admin import FlushReport, PauseMode, PauseReport, StagedWeights
 from rollplane.protocol.events import ChoiceEvent, EndEvent, Event
-from rollplane.protocol.info import MoeShape
+from rollplane.protocol.info import EngineHealth, MoeShape
 from rollplane.protocol.request import GenerateRequest
 from rollplane.testing import CHECKS, CheckFailed, Report, Subject, check_engine, run_check
 
@@ -208,6 +209,24 @@ class WholeRoutes(MockEngine):
             yield event
 
 
+class StaleTransfer(MockEngine):
+    """Says a new version and goes on with the old weights."""
+
+    def __init__(self, settings: MockSettings) -> None:
+        super().__init__(msgspec.structs.replace(settings, transfer_backend="mock", step_s=0.001))
+        self._core.replace_weights = lambda _, version: self._core.relabel(version)  # type: ignore[method-assign]
+
+
+class Sleepless(MockEngine):
+    """Serves while asleep."""
+
+    def __init__(self, settings: MockSettings) -> None:
+        super().__init__(msgspec.structs.replace(settings, sleep_mode=True))
+
+    async def health(self) -> EngineHealth:
+        return msgspec.structs.replace(await super().health(), state="ready")
+
+
 BROKEN: list[tuple[type[MockEngine], str]] = [
     (SharedSeed, "choices_are_single_requests_with_seed_plus_index"),
     (Sixteen, "omitted_max_tokens_is_the_room_that_is_left"),
@@ -231,6 +250,8 @@ BROKEN: list[tuple[type[MockEngine], str]] = [
     (Silent, "recomputed_rows_are_marked"),
     (BaseAdapter, "adapters_load_serve_and_go"),
     (WholeRoutes, "routes_begin_where_asked"),
+    (StaleTransfer, "native_weights_take_effect"),
+    (Sleepless, "an_engine_asleep_refuses_until_it_is_awake"),
 ]
 
 
@@ -243,7 +264,7 @@ def subject_of(kind: type[MockEngine], root: Path, settings: MockSettings = SETT
             (path / name).write_text(f'{{"seed": {i}}}')
             paths.append(str(path))
     weights, adapters = files.values()
-    return Subject(engine=kind(settings), weights=weights, adapters=adapters)
+    return Subject(engine=kind(settings), weights=weights, adapters=adapters, transfer=TRANSFER)
 
 
 @pytest.fixture(autouse=True)

@@ -2,6 +2,7 @@
 
 import pytest
 import pytest_asyncio
+from tests.contract.native_cases import NO_NATIVE
 from tests.models.tiny import shared_model
 from tests.vllm.support import LastingEngine
 
@@ -12,6 +13,7 @@ pytestmark = pytest.mark.asyncio(loop_scope="session")
 LACKS = {
     "masks_are_the_support",  # need vLLM's model runner V2, which needs Triton
     "routes_begin_where_asked",
+    *NO_NATIVE,
     "prompts_are_scored_alike",  # two prompts scored in one step end vLLM's CPU engine when LoRA is on
 }
 

@@ -3,7 +3,7 @@
 import asyncio
 import time
 import uuid
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Mapping, Sequence
 from types import TracebackType
 from typing import Any, Final, Literal, Self, TypeVar
 from urllib.parse import quote
@@ -20,7 +20,9 @@ from rollplane.protocol.admin import (
     PauseMode,
     PauseReport,
     ResumeReport,
+    SleepReport,
     StagedWeights,
+    TransferReport,
     UpdateReport,
     WorkerRecord,
 )
@@ -223,6 +225,55 @@ class AdminClient:
         """Let the receivers leave their weight group; without one nothing happens."""
         body = _named(operation_id, step=0, epoch=epoch, deadline_s=deadline_s)
         return await self._call("destroy_weights_update_group", body, GroupReport, limit_s=deadline_s)
+
+    async def init_weight_transfer(
+        self, info: Mapping[str, Any], *, operation_id: str | None = None, deadline_s: float = OPERATION_S
+    ) -> TransferReport:
+        """Let a worker join a trainer's group with its engine's own transfer backend; `info` is that backend's object."""
+        body = {"init_info": info, **_named(operation_id, step=0, epoch=None, deadline_s=deadline_s)}
+        return await self._call("init_weight_transfer_engine", body, TransferReport, limit_s=deadline_s)
+
+    async def start_weight_update(
+        self, *, operation_id: str | None = None, step: int = 0, deadline_s: float = OPERATION_S
+    ) -> TransferReport:
+        """Pause and open an update by the engine's own transfer; past `deadline_s` without a finish it is given up."""
+        body = _named(operation_id, step=step, epoch=None, deadline_s=deadline_s)
+        return await self._call("start_weight_update", body, TransferReport, limit_s=deadline_s)
+
+    async def update_weights(
+        self,
+        info: Mapping[str, Any],
+        *,
+        operation_id: str | None = None,
+        step: int = 0,
+        deadline_s: float = OPERATION_S,
+    ) -> TransferReport:
+        """Let a worker receive a part of the weights; each part of one `operation_id` has a `step` of its own."""
+        body = {"update_info": info, **_named(operation_id, step=step, epoch=None, deadline_s=deadline_s)}
+        return await self._call("update_weights", body, TransferReport, limit_s=deadline_s)
+
+    async def finish_weight_update(
+        self,
+        version: str | None = None,
+        *,
+        operation_id: str | None = None,
+        step: int = 0,
+        deadline_s: float = OPERATION_S,
+    ) -> TransferReport:
+        """Close the update; the worker goes on, unless it was paused before. Without a version a name is made up."""
+        body = {"weight_version": version, **_named(operation_id, step=step, epoch=None, deadline_s=deadline_s)}
+        return await self._call("finish_weight_update", body, TransferReport, limit_s=deadline_s)
+
+    async def sleep(self, *, mode: Literal["abort", "wait"] = "abort", deadline_s: float = OPERATION_S) -> SleepReport:
+        """Let a worker give its device memory back; it refuses requests until it is awake."""
+        body = {"mode": mode, **_named(None, step=0, epoch=None, deadline_s=deadline_s)}
+        return await self._call("sleep", body, SleepReport, limit_s=deadline_s)
+
+    async def wake_up(self, tags: Sequence[str] | None = None, *, deadline_s: float = OPERATION_S) -> SleepReport:
+        """Let a worker take memory back: all of it, or what `tags` name (`weights`, `kv_cache`)."""
+        named = _named(None, step=0, epoch=None, deadline_s=deadline_s)
+        body = {"tags": None if tags is None else list(tags), **named}
+        return await self._call("wake_up", body, SleepReport, limit_s=deadline_s)
 
     async def world_size(self) -> int:
         """How many ranks receive weights behind this address; the trainer is one more."""

@@ -160,6 +160,76 @@ class BroadcastReceiver(Protocol):
         ...
 
 
+class NativeTransfer(Protocol):
+    """Weights by the engine's own transfer backend, part by part straight into the model; only while paused.
+
+    `rl.native.NativeControl` is the caller and owns the order. A step that fails, or is cancelled, ends the update:
+    EngineFailed says that the old weights are in place again, any other error that nobody knows what is.
+    """
+
+    @property
+    def backend(self) -> str | None:
+        """The backend's name; None: there is none here."""
+        ...
+
+    async def init(self, info: dict[str, Any]) -> None:
+        """Join the trainer's group; `info` is the backend's own object. Touches no weights."""
+        ...
+
+    async def start(self) -> None:
+        """Open an update."""
+        ...
+
+    async def update(self, info: dict[str, Any]) -> None:
+        """Receive a part of the weights; `info` is the backend's own object."""
+        ...
+
+    async def finish(self, version: str) -> None:
+        """Close the update; the version changes last, and no cache of the old weights serves a later request."""
+        ...
+
+    async def give_up(self, why: str) -> None:
+        """End an update that its trainer left open; see the class for what it raises. It always raises."""
+        ...
+
+
+class SleepControl(Protocol):
+    """Giving the device's memory back and taking it again."""
+
+    @property
+    def offered(self) -> bool:
+        """Whether it frees anything here."""
+        ...
+
+    @property
+    def asleep(self) -> bool:
+        """Whether not all of the memory is back."""
+        ...
+
+    async def sleep(self, *, level: int = 1) -> None:
+        """Free the memory; only while paused, and what was cached is gone. Asleep already: nothing happens."""
+        ...
+
+    async def wake_up(self, tags: list[str] | None = None) -> None:
+        """Take memory back: all of it, or what the tags name; still paused then. Awake: nothing happens."""
+        ...
+
+
+@runtime_checkable
+class NativeControls(Protocol):
+    """An engine that may have a transfer backend and a sleep of its own."""
+
+    @property
+    def native(self) -> NativeTransfer:
+        """Its transfer; `backend` None where it was started without one."""
+        ...
+
+    @property
+    def sleeping(self) -> SleepControl:
+        """Its sleep; `offered` False where it has none."""
+        ...
+
+
 @runtime_checkable
 class AdapterHost(Protocol):
     """An engine that holds LoRA adapters under engine-side names; `rl.adapters` owns names, generations and leases."""

@@ -70,6 +70,29 @@ class UpdateReport(msgspec.Struct, kw_only=True):
     left_out: list[str] = msgspec.field(default_factory=list)
 
 
+class TransferReport(msgspec.Struct, kw_only=True):
+    """Where weights by the engine's own transfer are, after a step. `parts`: those that the last update took.
+
+    `open`: an update was started and not finished. `pause_s`: of a finished one, from its start to its end.
+    """
+
+    backend: str
+    open: bool
+    parts: int
+    policy_version: str
+    previous_version: str | None = None
+    pause_s: float | None = None
+
+
+class SleepReport(msgspec.Struct, kw_only=True):
+    """What sleep or waking did. Counts are requests; `was_sleeping`: how it was before."""
+
+    is_sleeping: bool
+    was_sleeping: bool
+    aborted: int = 0
+    drained: int = 0
+
+
 class AdapterRecord(msgspec.Struct, kw_only=True):
     """One generation of an adapter. `leases`: requests that use it now. `trouble`: why the engine did not drop it yet."""
 

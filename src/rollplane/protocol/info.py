@@ -29,7 +29,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
 
     `sampling_fields`: the sampling parameters this engine honours. `extra_fields`: unknown top-level fields it takes.
     `features`: modalities of preprocessed features. `raw_media`: modalities of content parts. `kv_events`: it says which
-    KV blocks it caches.
+    KV blocks it caches. `weight_transfer`: `disk`, and the backends of a weight group. `native_transfer`: the backend of
+    the engine's own weight transfer. `sleep`: it can give its device memory back.
     """
 
     native_generate: bool = True
@@ -46,6 +47,8 @@ class Capabilities(msgspec.Struct, frozen=True, kw_only=True):
     kv_events: bool = False
     data_parallel_size: int = 1
     weight_transfer: list[str] = msgspec.field(default_factory=list)
+    native_transfer: str | None = None
+    sleep: bool = False
     lora: LoraCapability | None = None
     features: list[str] = msgspec.field(default_factory=list)
     raw_media: list[str] = msgspec.field(default_factory=list)

@@ -28,6 +28,7 @@ _ALL: Final = (
     "priority",
     "transfer_params",
     "kv_events",
+    "sleep",
 )
 _COMMON: Final = ("weight_transfer", "features", "raw_media", "sampling_fields", "extra_fields")
 
@@ -65,6 +66,8 @@ def merge_capabilities(all_: Sequence[Capabilities]) -> Capabilities:
     changes["data_parallel_size"] = min(c.data_parallel_size for c in all_)
     if any(c.logprobs_mode != first.logprobs_mode for c in all_):
         changes["logprobs_mode"] = "unknown"
+    if any(c.native_transfer != first.native_transfer for c in all_):
+        changes["native_transfer"] = None
     loras = [c.lora for c in all_ if c.lora is not None]
     changes["lora"] = (
         LoraCapability(max=min(lora.max for lora in loras), rank=min(lora.rank for lora in loras))

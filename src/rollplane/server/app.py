@@ -26,6 +26,7 @@ from rollplane.server.health import health_routes
 from rollplane.server.hop import hop_generate
 from rollplane.server.keys import keys
 from rollplane.server.kv_events import kv_events
+from rollplane.server.native import native_routes
 from rollplane.server.observe import ObserveMiddleware
 from rollplane.server.openai import openai_routes
 from rollplane.server.openapi import describe, docs, openapi
@@ -87,6 +88,7 @@ def route_table(role: str) -> list[ApiRoute]:
         *engine_routes(),
         *operation_routes(),
         *broadcast_routes(),
+        *native_routes(),
         *compat_routes(),
         *skyrl_routes(),
         ApiRoute(

@@ -15,6 +15,7 @@ from starlette.responses import Response
 from rollplane.errors import InvalidRequest
 from rollplane.protocol.versions import check_version_name
 from rollplane.server.admin import (
+    MAX_MANIFEST_BYTES,
     AbortBody,
     FlushBody,
     PauseBody,
@@ -39,6 +40,7 @@ from rollplane.server.admin_calls import (
     query_flag,
 )
 from rollplane.server.error_responses import json_response
+from rollplane.server.native import worker_of
 from rollplane.server.routes import ApiRoute, Doc
 from rollplane.server.service import Service
 
@@ -119,7 +121,9 @@ async def is_paused(request: Request) -> Response:
     """Whether requests are held."""
     service: Service = request.app.state.service
     health = await service.health()
-    return json_response({"is_paused": health.state in ("paused", "pausing", "updating"), "state": health.state})
+    return json_response(
+        {"is_paused": health.state in ("paused", "pausing", "updating", "asleep"), "state": health.state}
+    )
 
 
 async def get_world_size(request: Request) -> Response:
@@ -152,11 +156,16 @@ async def update_weights(request: Request) -> Response:
     service: Service = request.app.state.service
 
     async def run() -> Any:
-        body = await decode_body(request, UpdateWeightsBody)
-        if body.weight_dir is None:
-            raise InvalidRequest(NO_BROADCAST, param="weight_dir" if body.update_info is None else "update_info")
+        body = await decode_body(request, UpdateWeightsBody, limit_bytes=MAX_MANIFEST_BYTES)
         if body.update_info is not None:
-            raise InvalidRequest("weight_dir and update_info exclude each other", param="update_info")
+            if body.weight_dir is not None or body.weight_version is not None:
+                raise InvalidRequest(
+                    "update_info is a part of weights without a name yet: weight_dir and weight_version exclude it",
+                    param="update_info",
+                )
+            return await worker_of(service).update_weights(body.update_info, operation=body.operation())
+        if body.weight_dir is None:
+            raise InvalidRequest(NO_BROADCAST, param="weight_dir")
         path = await allowed_directory(service, body.weight_dir, param="weight_dir")
         if await asyncio.to_thread(is_broadcast_marker, path):
             raise InvalidRequest(NO_BROADCAST, param="weight_dir")
@@ -254,7 +263,13 @@ def compat_routes() -> list[ApiRoute]:
     posts: list[tuple[str, Any, Any, str, dict[str, dict[str, Any]]]] = [
         ("/pause", pause_, None, "Stop making tokens (vLLM's defaults)", {"mode": mode, "clear_cache": flag}),
         ("/resume", resume_, None, "Make tokens again", {}),
-        ("/update_weights", update_weights, UpdateWeightsBody, "Replace the weights by a directory", {}),
+        (
+            "/update_weights",
+            update_weights,
+            UpdateWeightsBody,
+            "Weights of a directory, or a part by vLLM's transfer",
+            {},
+        ),
         ("/update_weight_version", update_weight_version, NewVersionBody, "Change the version's label only", {}),
         ("/load_lora_adapter", load_adapter, LoadAdapterBody, "Load an adapter", {}),
         ("/v1/load_lora_adapter", load_adapter, LoadAdapterBody, "Load an adapter", {}),

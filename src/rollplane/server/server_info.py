@@ -14,8 +14,8 @@ LOGPROBS_MODES: Final = {"sampling": "processed_logprobs", "greedy": "processed_
 
 
 def config_tree(info: EngineInfo) -> dict[str, Any]:
-    """`{vllm_config: {...}}`, under vLLM's names. `weight_transfer_config` is null: vLLM's own transfer is not spoken here."""
-    lora = info.capabilities.lora
+    """`{vllm_config: {...}}`, under vLLM's names. `weight_transfer_config` is null where there is no transfer of vLLM's own."""
+    lora, backend = info.capabilities.lora, info.capabilities.native_transfer
     return {
         "vllm_config": {
             "model_config": {
@@ -25,7 +25,7 @@ def config_tree(info: EngineInfo) -> dict[str, Any]:
                 "logprobs_mode": LOGPROBS_MODES.get(info.capabilities.logprobs_mode),
             },
             "lora_config": None if lora is None else {"max_loras": lora.max, "max_lora_rank": lora.rank},
-            "weight_transfer_config": None,
+            "weight_transfer_config": None if backend is None else {"backend": backend},
         }
     }
 

@@ -4,12 +4,12 @@ from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 
 from rollplane.engines.base import WeightReceiver
-from rollplane.testing.checks import policy, sampling, serving
+from rollplane.testing.checks import native, policy, sampling, serving
 from rollplane.testing.checks.subject import PATIENCE_S, CheckFailed, NotApplicable, Subject, within
 
 Check = Callable[[Subject], Awaitable[None]]
 
-CHECKS: tuple[Check, ...] = (*serving.CHECKS, *sampling.CHECKS, *policy.CHECKS)
+CHECKS: tuple[Check, ...] = (*serving.CHECKS, *sampling.CHECKS, *policy.CHECKS, *native.CHECKS)
 """Every check; its name says the promise, its docstring the details."""
 
 

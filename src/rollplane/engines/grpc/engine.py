@@ -9,7 +9,7 @@ import contextlib
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
 from pathlib import Path
-from typing import Any, Final
+from typing import Final
 
 import grpc
 import grpc.aio
@@ -22,6 +22,7 @@ from rollplane.engines.grpc.control import ControlCalls
 from rollplane.engines.grpc.convert import ConvertSettings, to_wire
 from rollplane.engines.grpc.kv_events import follow_server
 from rollplane.engines.grpc.media import MediaModel, check_features
+from rollplane.engines.grpc.native import GrpcSleep, GrpcTransfer
 from rollplane.engines.grpc.proto import control_pb2 as pb
 from rollplane.engines.grpc.services import CONTROL, DATA_PARALLEL_RANK, INFERENCE
 from rollplane.engines.grpc.settings import GrpcSettings
@@ -30,7 +31,6 @@ from rollplane.engines.grpc.status import error_from_rpc
 from rollplane.engines.kv_mirror import KvMirror
 from rollplane.engines.zmq_kv_events import ZmqKvEvents
 from rollplane.errors import (
-    Conflict,
     EngineDied,
     EngineFailed,
     InvalidRequest,
@@ -77,7 +77,8 @@ class GrpcEngine:
         self._life = ""
         self._paused = False
         self._cleared = False  # since the pause began
-        self._sleeping = False
+        self._native = GrpcTransfer(self)
+        self._sleep = GrpcSleep(self)
         self._mirror = KvMirror()
         self._kv_events: ZmqKvEvents | None = None
         self._closing = False
@@ -130,7 +131,7 @@ class GrpcEngine:
             self._life = "" if self._version == FIRST_LABEL else uuid.uuid4().hex[:8]
             self._paused = await control.is_paused()
             with contextlib.suppress(RollplaneError):  # a server without sleep mode refuses to say
-                self._sleeping = await control.is_sleeping()
+                self._sleep.asleep = await control.is_sleeping()
             kv_events = await follow_server(control, self._mirror, server=self.settings.endpoint)
         except BaseException:
             await pool.close()
@@ -277,7 +278,7 @@ class GrpcEngine:
         """
         if not await asyncio.to_thread(Path(path).is_dir):
             raise NotFound(f"there is no checkpoint directory {path}", param="model_path")
-        backend = ", ".join(self.info.capabilities.weight_transfer) or "none was configured at its start"
+        backend = self.info.capabilities.native_transfer or "none was configured at its start"
         raise InvalidRequest(
             "update_weights_from_disk is not offered by a vLLM gRPC server: its services receive weights only through "
             f"their transfer backend ({backend})",
@@ -296,7 +297,7 @@ class GrpcEngine:
         """See `WeightReceiver.set_policy_version`."""
         check_version_name(version, param="weight_version")
         await self.control.set_weight_version(version)
-        self._take_version(version)
+        self.take_version(version)
 
     async def flush_cache(self, *, preempt: bool = False) -> FlushReport:
         """Drop caches. The server's only way is a pause that clears, which would preempt running requests."""
@@ -312,47 +313,38 @@ class GrpcEngine:
             await self.resume()
         return FlushReport(reset=True, preempted=running)
 
-    # -- native weight transfer --------------------------------------------------------------------------------------
+    # -- NativeControls ----------------------------------------------------------------------------------------------
 
-    async def init_weight_transfer(self, info: dict[str, Any]) -> None:
-        """Join the trainer's group with the server's transfer backend; `info` is the backend's own object."""
-        self._require_transfer()
-        await self.control.init_weight_transfer(info, timeout_s=self.settings.call_timeout_s)
+    @property
+    def native(self) -> GrpcTransfer:
+        """See `NativeControls.native`."""
+        return self._native
 
-    async def start_weight_update(self) -> None:
-        """Open an update; only while paused.
+    @property
+    def sleeping(self) -> GrpcSleep:
+        """See `NativeControls.sleeping`."""
+        return self._sleep
 
-        Raises:
-            Conflict: not paused: running requests would see half of it.
-        """
-        self._require_transfer()
+    async def clear_cache(self) -> None:
+        """While paused: what was cached goes; kept requests compute theirs again, and are marked so."""
+        await self.pause("keep", clear_cache=True)
+
+    @property
+    def paused(self) -> bool:
+        """Whether the server was asked to stop stepping."""
+        return self._paused
+
+    def forget_cached(self) -> None:
+        """The server caches nothing any more."""
+        self._mirror.clear()
+
+    def take_version(self, version: str) -> None:
+        """While paused, live requests meet the new version when the engine resumes; else at an unknown token."""
+        self._version = version
         if not self._paused:
-            raise Conflict("a weight update starts only while the engine is paused")
-        await self.control.start_weight_update()
-
-    async def update_weights(self, info: dict[str, Any]) -> None:
-        """Receive a part of the weights."""
-        self._require_transfer()
-        await self.control.update_weights(info, timeout_s=self.settings.call_timeout_s)
-
-    async def finish_weight_update(self, version: str) -> None:
-        """Close the update; the version changes last."""
-        self._require_transfer()
-        check_version_name(version, param="weight_version")
-        await self.control.finish_weight_update(version)
-        self._mirror.clear()
-        self._take_version(version)
-
-    async def sleep(self, *, level: int = 1) -> None:
-        """Free the engine's memory; requests are refused until it is awake."""
-        await self.control.sleep(level=level)
-        self._sleeping = True
-        self._mirror.clear()
-
-    async def wake_up(self, tags: list[str] | None = None) -> None:
-        """Take the memory back; awake only once the server says so."""
-        await self.control.wake_up(tags)
-        self._sleeping = await self.control.is_sleeping()
+            for calls in self._all_live():
+                for tracker in calls.trackers:
+                    tracker.relabelled(version)
 
     async def kv_event_sources(self) -> list[pb.KvEventSource]:
         """Where the server publishes KV events."""
@@ -400,7 +392,7 @@ class GrpcEngine:
     def _serving(self) -> ChannelPool:
         if self._closing or self._pool is None:
             raise EngineDied("the engine is closed" if self._closing else "the engine was not started")
-        if self._sleeping:
+        if self._sleep.asleep:
             raise Unavailable("the engine is asleep")
         return self._pool
 
@@ -408,18 +400,6 @@ class GrpcEngine:
         """In a thread: it reads every byte."""
         identify(items)
         check_features(items, self._media)
-
-    def _require_transfer(self) -> None:
-        if not self.info.capabilities.weight_transfer:
-            raise InvalidRequest("this vLLM server was started without a weight transfer backend")
-
-    def _take_version(self, version: str) -> None:
-        """While paused, live requests meet the new version when the engine resumes; else at an unknown token."""
-        self._version = version
-        if not self._paused:
-            for calls in self._all_live():
-                for tracker in calls.trackers:
-                    tracker.relabelled(version)
 
     def _all_live(self) -> list[LiveCalls]:
         return [calls for same in self._live.values() for calls in same]
@@ -431,7 +411,7 @@ class GrpcEngine:
             return "starting"
         if self._trouble is not None:
             return "failed"
-        if self._sleeping:
+        if self._sleep.asleep:
             return "asleep"
         return "paused" if self._paused else "ready"
 

@@ -1,10 +1,13 @@
-"""The calls of `vllm.Control` for native weight transfer and sleep, as vllm-rs 0.31 answers them; no weights move."""
+"""The calls of `vllm.Control` for native weight transfer and sleep, as vllm-rs 0.31 answers them.
+
+Weights move where the engine behind it has a transfer of its own.
+"""
 
 import json
 from collections.abc import Awaitable, Callable
 from typing import Any, Final, Literal
 
-from rollplane.engines.base import WeightReceiver
+from rollplane.engines.base import NativeControls, NativeTransfer, WeightReceiver
 from rollplane.engines.grpc.proto import control_pb2
 from rollplane.errors import Conflict, EngineFailed, InvalidRequest
 
@@ -29,6 +32,10 @@ class MockTransfer:
         self.seen: list[tuple[str, Any]] = []
         """What was asked, in order: the rpc's name and its object, level, tags or version."""
         self._receiver = receiver
+        self._native: NativeTransfer | None = None
+        host: object = receiver
+        if isinstance(host, NativeControls) and host.native.backend is not None:
+            self._native = host.native
         self._joined = False
 
     def __repr__(self) -> str:
@@ -78,7 +85,10 @@ class MockTransfer:
         self, request: control_pb2.InitWeightTransferEngineRequest
     ) -> control_pb2.InitWeightTransferEngineResponse:
         self._require_backend()
-        self.seen.append(("InitWeightTransferEngine", _object(request.init_info_json, "init_info_json")))
+        info = _object(request.init_info_json, "init_info_json")
+        self.seen.append(("InitWeightTransferEngine", info))
+        if self._native is not None:
+            await self._native.init(info)
         self._joined = True
         return control_pb2.InitWeightTransferEngineResponse()
 
@@ -87,6 +97,8 @@ class MockTransfer:
         if not self._joined or self.state == "open":
             raise EngineFailed("a weight update is open" if self._joined else "the transfer engine was not initialized")
         self.seen.append(("StartWeightUpdate", None))
+        if self._native is not None:
+            await self._native.start()
         self.state = "open"
         return control_pb2.StartWeightUpdateResponse()
 
@@ -100,6 +112,8 @@ class MockTransfer:
         if not info.get("names"):
             self.state = "closed"  # as vLLM: a failed update leaves the session closed
             raise EngineFailed("update_weights failed: no tensor was named")
+        if self._native is not None:
+            await self._native.update(info)
         return control_pb2.UpdateWeightsResponse()
 
     async def _finish(self, request: control_pb2.FinishWeightUpdateRequest) -> control_pb2.FinishWeightUpdateResponse:
@@ -107,7 +121,9 @@ class MockTransfer:
         version = request.weight_version if request.HasField("weight_version") else None
         self.seen.append(("FinishWeightUpdate", version))
         self.state = "closed"
-        if version is not None and self._receiver is not None:
+        if self._native is not None and self._receiver is not None:
+            await self._native.finish(version or self._receiver.policy_version)
+        elif version is not None and self._receiver is not None:
             await self._receiver.set_policy_version(version)
         return control_pb2.FinishWeightUpdateResponse()
 

@@ -142,9 +142,8 @@ def engine_info(
             priority=True,
             transfer_params=True,
             data_parallel_size=max(server.parallelism.data, 1),
-            weight_transfer=[transfer.weight_transfer_backend]
-            if transfer.weight_transfer_enabled and transfer.weight_transfer_backend
-            else [],
+            native_transfer=(transfer.weight_transfer_backend or None) if transfer.weight_transfer_enabled else None,
+            sleep=transfer.sleep_mode_enabled,
             lora=lora,
             features=features,
             raw_media=raw_media,

@@ -11,6 +11,7 @@ from rollplane.engines.mock.controls import HONOURED, read_controls
 from rollplane.engines.mock.core import Core
 from rollplane.engines.mock.directories import read_adapter, read_weights
 from rollplane.engines.mock.live import Live
+from rollplane.engines.mock.native import MockSleep, MockTransfer
 from rollplane.engines.mock.settings import Fault, MockSettings, Operation
 from rollplane.engines.mock.step_clock import Clock, LoopClock
 from rollplane.errors import Conflict, EngineDied, EngineFailed, InvalidRequest, NotFound, Unavailable
@@ -26,7 +27,7 @@ _STRICTNESS: dict[PauseMode | None, int] = {None: 0, "keep": 1, "wait": 2, "abor
 
 
 class MockEngine:
-    """An `Engine`, `WeightReceiver`, `AdapterHost` and `KvEventSource` without a model; see `language` for its tokens.
+    """An `Engine`, `WeightReceiver`, `NativeControls`, `AdapterHost` and `KvEventSource` without a model; see `language` for its tokens.
 
     Tokens depend on the weights' content, the adapter's content, media, the whole prompt and the seed, never on salts,
     names or versions. A weight update does not drop the prefix cache by itself, as in vLLM: whoever isolates versions
@@ -51,6 +52,8 @@ class MockEngine:
         self._core.on_kv_change = self._publish
         self._control = asyncio.Lock()
         self._info = _describe(self.settings)
+        self.native = MockTransfer(self._core, backend=self.settings.transfer_backend, call=self._control_call)
+        self.sleeping = MockSleep(self._core, offered=self.settings.sleep_mode, call=self._control_call)
 
     def __repr__(self) -> str:
         return f"<MockEngine {self.settings.model!r} {self._state}, {self._core!r}>"
@@ -95,6 +98,8 @@ class MockEngine:
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Event]:
         """See `Engine.generate`."""
         self._require_serving()
+        if self.sleeping.asleep:
+            raise Unavailable("the engine is asleep")
         fault = self._fault("generate", request.request_id)
         live = self._admit(request, fault)
         self._core.submit(live)
@@ -123,7 +128,7 @@ class MockEngine:
         core = self._core
         state = self._state
         if state == "ready" and core.paused is not None:
-            state = "pausing" if core.busy and not core.frozen else "paused"
+            state = "asleep" if self.sleeping.asleep else "pausing" if core.busy and not core.frozen else "paused"
         blocks = self.settings.cache_blocks
         return EngineHealth(
             alive=self._state not in ("failed", "stopped"),
@@ -378,6 +383,8 @@ def _describe(settings: MockSettings) -> EngineInfo:
             priority=True,
             kv_events=settings.cache_blocks > 0,
             weight_transfer=["disk"],
+            native_transfer=settings.transfer_backend,
+            sleep=settings.sleep_mode,
             lora=LoraCapability(max=settings.max_adapters, rank=settings.max_adapter_rank)
             if settings.max_adapters
             else None,
@@ -395,4 +402,5 @@ def _protocols(engine: MockEngine) -> tuple[Any, ...]:
     as_receiver: base.WeightReceiver = engine
     as_host: base.AdapterHost = engine
     as_source: base.KvEventSource = engine
-    return as_engine, as_receiver, as_host, as_source
+    as_native: base.NativeControls = engine
+    return as_engine, as_receiver, as_host, as_source, as_native

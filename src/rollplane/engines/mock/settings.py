@@ -28,7 +28,21 @@ FaultKind = Literal[
     "wrong_prompt_count",
     "no_end",
 ]
-Operation = Literal["generate", "stage_weights", "apply_weights", "load_adapter", "unload_adapter", "pause", "resume"]
+Operation = Literal[
+    "generate",
+    "stage_weights",
+    "apply_weights",
+    "load_adapter",
+    "unload_adapter",
+    "pause",
+    "resume",
+    "transfer_init",
+    "transfer_start",
+    "transfer_update",
+    "transfer_finish",
+    "sleep",
+    "wake_up",
+]
 
 BREACHES = frozenset(FaultKind.__args__) - {"fail", "foreign_error", "hang", "die", "refuse"}  # type: ignore[attr-defined]
 """Faults that break the answer contract: what `fold` has to catch."""
@@ -68,7 +82,8 @@ class MockSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     Room:
         `max_num_seqs`: sequences that run at once; others wait, by priority, then arrival. `block_tokens`,
         `cache_blocks`: size of a KV block and how many are kept (0: no prefix cache). `max_adapters`,
-        `max_adapter_rank`: LoRA slots and largest rank (0 slots: no LoRA).
+        `max_adapter_rank`: LoRA slots and largest rank (0 slots: no LoRA). `transfer_backend`: name of a weight transfer of
+        its own, None for none. `sleep_mode`: whether it can be put to sleep.
     Speed (seconds; 0 and None are instant):
         `prefill_tokens_per_s`: rate at which uncached prompt tokens are computed, one prompt after another.
         `step_s`: one decode step, in which each running sequence gets one token. `step_per_sequence_s`: what each
@@ -92,6 +107,8 @@ class MockSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     cache_blocks: int = 65_536
     max_adapters: int = 8
     max_adapter_rank: int = 64
+    transfer_backend: str | None = None
+    sleep_mode: bool = False
     prefill_tokens_per_s: float | None = None
     step_s: float = 0.0
     step_per_sequence_s: float = 0.0

@@ -62,6 +62,8 @@ def read_info(
             kv_events=says_kv_events(config),
             transfer_params=bool(transfer_kinds(config)),
             weight_transfer=["disk"] if loaded is not None else [],
+            native_transfer=native_backend(config, on_cpu=api.on_cpu, moe=moe),
+            sleep=bool(getattr(model, "enable_sleep_mode", False)),
             lora=lora_capability(config.lora_config),
             features=modalities,
             raw_media=modalities,
@@ -88,6 +90,14 @@ def transfer_kinds(config: Any) -> frozenset[str]:
     """Which transfer parameters (`convert.TRANSFER_KEYS`) a connector of this engine reads."""
     configs = {"kv_transfer_params": "kv_transfer_config", "ec_transfer_params": "ec_transfer_config"}
     return frozenset(name for name, where in configs.items() if getattr(config, where, None) is not None)
+
+
+def native_backend(config: Any, *, on_cpu: bool, moe: MoeShape | None) -> str | None:
+    """vLLM's own transfer backend (`--weight-transfer-config`), where its updates are right: not of experts on a CPU, which
+    vLLM packs once and then copies plain weights over.
+    """
+    transfer = getattr(config, "weight_transfer_config", None)
+    return None if transfer is None or (on_cpu and moe is not None) else str(transfer.backend)
 
 
 def says_kv_events(config: Any) -> bool:

@@ -122,9 +122,8 @@ class VllmEngine:
                 resubmit=self._submit,
                 on_cleared=self._mirror.clear,
             )
-            transfer = getattr(engine.vllm_config, "weight_transfer_config", None)
-            self._native = NativeTransfer(engine, self._policy, backend=transfer.backend if transfer else None)
-            self._sleep = Sleep(engine, self._policy, offered=bool(config.enable_sleep_mode))
+            self._native = NativeTransfer(engine, self._policy, backend=self._info.capabilities.native_transfer)
+            self._sleep = Sleep(engine, self._policy, offered=self._info.capabilities.sleep)
             self._receiver = Receiver(engine, self._policy, backends=backends, root=settings.received_weights_dir)
             self._kv_events = follow_kv_events(engine, self._mirror)
             if self._kv_events is not None:

@@ -12,9 +12,11 @@ from typing import Any, Final
 
 from rollplane.engines.vllm import versions
 from rollplane.engines.vllm.policy import Policy
-from rollplane.errors import Conflict, InvalidRequest
+from rollplane.errors import Conflict, EngineDied, EngineFailed, InvalidRequest
 from rollplane.protocol.versions import check_version_name
 
+GO_BACK_S: Final = 120.0
+"""Limit of loading the old weights again."""
 SLEEP_LEVEL: Final = 1
 """Weights go to the processor's memory. Deeper, they would be gone: a worker that wakes without weights serves garbage."""
 SLEEP_TAGS: Final = ("weights", "kv_cache")
@@ -95,6 +97,17 @@ class NativeTransfer:
                 await self._back(error)
                 raise
 
+    async def give_up(self, why: str) -> None:
+        """See `base.NativeTransfer.give_up`.
+
+        Raises:
+            Conflict: no update is open. EngineFailed: the old weights were loaded again. EngineDied: they could not be.
+        """
+        self._must_be_open()
+        async with self._lock:
+            await self._back(EngineFailed(why))
+            raise EngineFailed(f"the weight update was given up: {why}")  # another call had closed it
+
     async def _close(self) -> None:
         await self.policy.ask(self.engine.finish_weight_update())
         self.policy.transfer_open = False
@@ -104,7 +117,16 @@ class NativeTransfer:
         """What a failed step leaves is no model: the next forward would end the engine."""
         if self.policy.transfer_open:
             self.policy.transfer_open = False
-            await self.policy.go_back(f"the weight update failed: {error}")
+            said = str(error) or "it was called off"
+            try:
+                async with asyncio.timeout(GO_BACK_S):
+                    await self.policy.go_back(f"the weight update failed: {said}")
+            except TimeoutError:
+                # A worker that still waits for its trainer loads nothing.
+                self.policy.broken = said
+                raise EngineDied(
+                    f"the weight update failed: {said}; the old weights could not be loaded within {GO_BACK_S:g} s"
+                ) from None
 
     def _must_have_backend(self) -> None:
         if self.backend is None:

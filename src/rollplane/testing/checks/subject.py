@@ -5,7 +5,7 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 
@@ -42,12 +42,14 @@ class Subject:
 
     `weights`: checkpoint directories that it can take, other weights than it started with and than each other.
     `adapters`: LoRA directories that it can load, with different content.
+    `transfer`: for an engine with a weight transfer of its own: what it joins with, and the parts of other weights.
     `long_tokens`: how many tokens a request has that shall still run when a check pauses or aborts it.
     """
 
     engine: Engine
     weights: Sequence[str] = ()
     adapters: Sequence[str] = ()
+    transfer: tuple[dict[str, Any], Sequence[dict[str, Any]]] | None = None
     long_tokens: int = 1024
 
     def receiver(self) -> WeightReceiver:

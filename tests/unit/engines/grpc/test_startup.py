@@ -45,7 +45,7 @@ def test_only_what_the_server_reports_is_offered():
 
     assert rich.lora is not None
     assert (rich.lora.max, rich.lora.rank) == (3, 32)
-    assert rich.weight_transfer == ["nccl"]
+    assert (rich.weight_transfer, rich.native_transfer, rich.sleep) == ([], "nccl", False)
     assert rich.features == ["image", "video", "audio"]
 
 
