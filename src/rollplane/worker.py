@@ -152,7 +152,7 @@ class Worker(WorkerAdmin):
                 found = state
             self.policy = PolicyControl(self.engine, life=life, found=found, on_change=self._tell)
             if isinstance(self.engine, NativeControls):
-                self.native = NativeControl(self.engine, self.policy, name=self.info.engine)
+                self.native = NativeControl(self.engine, self.policy, info=self.info)
             by_broadcast = set(self.engine.info.capabilities.weight_transfer) - {"disk"}
             if isinstance(self.engine, BroadcastReceiver) and by_broadcast:
                 self.broadcast = BroadcastControl(self.engine, self.policy, info=self.engine.info, on_change=self._tell)
@@ -290,9 +290,10 @@ class Worker(WorkerAdmin):
         if self.broadcast is not None:
             names += ["init_weights_update_group", "update_weights_from_distributed", "destroy_weights_update_group"]
             names += ["stage_weights_from_distributed"]
-        if self.info.capabilities.native_transfer is not None:
+        capable = self.info.capabilities
+        if capable.native_transfer is not None and capable.data_parallel_size == 1:
             names += ["init_weight_transfer_engine", "start_weight_update", "update_weights", "finish_weight_update"]
-        if self.info.capabilities.sleep:
+        if capable.sleep:
             names += ["sleep", "wake_up", "is_sleeping"]
         if self.adapter_table is not None:
             names += ["list_loras", "load_lora", "unload_lora"]

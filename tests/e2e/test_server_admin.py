@@ -77,28 +77,96 @@ async def test_our_client_drives_every_operation(worker: Served, tmp_path: Path)
             await admin.operation("never")
 
 
-async def test_the_calls_of_prime_rl_in_their_order(worker: Served, tmp_path: Path) -> None:
-    """Health, models, then pause, update and resume per step; adapters under one name, new path each step."""
-    for path in ("/health", "/liveness", "/v1/models"):
-        assert (await call(worker, path, method="GET"))[0] == 200
-    assert (await call(worker, "/v1/models", method="GET"))[1]["data"][0]["max_model_len"] == 4096
+async def prime_rl_transcript(served: Served, tmp_path: Path, *, world_size: int) -> None:
+    """prime-rl's calls in their order, to a worker or to a frontend: start, the refused broadcast, three steps with an update that
+    is asked for again and one whose files are late, adapters under one name, metrics.
+    """
+    for path in ("/health", "/liveness"):
+        assert (await call(served, path, method="GET"))[0] == 200
+    card = (await call(served, "/v1/models", method="GET"))[1]["data"][0]
+    assert type(card["max_model_len"]) is int
+    broadcaster = {
+        "host": "h", "port": 29501, "rank_offset": 0, "inference_world_size": world_size, "timeout": 1200,
+        "quantize_in_weight_transfer": False,
+    }  # fmt: skip
+    status, refused = await call(served, "/init_broadcaster", broadcaster)
+    assert (status, "use the filesystem broadcast" in refused["error"]["message"]) == (400, True)
     for step in range(3):
+        assert (await call(served, "/pause?mode=keep&clear_cache=false"))[0] == 200
+        assert (await call(served, "/is_paused", method="GET"))[1]["is_paused"] is True
+        late = await call(served, "/update_weights", {"weight_dir": str(tmp_path / f"step_{step}")})
+        assert late[0] == 404  # and it resumes all the same
+        assert (await call(served, "/resume"))[0] == 200
         weights = checkpoint(tmp_path / f"step_{step}", str(step))
         (Path(weights) / "STABLE").touch()
         (Path(weights) / "NCCL_READY").touch()
-        async with worker.session.post(worker.url + "/pause?mode=keep&clear_cache=false") as answer:
-            assert answer.status == 200
-        assert (await call(worker, "/is_paused", method="GET"))[1]["is_paused"] is True
-        status, report = await call(worker, "/update_weights", {"weight_dir": weights})
-        assert (status, report["policy_version"]) == (200, f"step_{step}")
-        async with worker.session.post(worker.url + "/resume") as answer:
-            assert answer.status == 200
+        assert (await call(served, "/pause?mode=keep&clear_cache=false"))[0] == 200
+        for applied in (True, False):
+            status, report = await call(served, "/update_weights", {"weight_dir": weights})
+            assert (status, report["policy_version"], report["applied"]) == (200, f"step_{step}", applied)
+        assert len(report["digest"]) == 64
+        assert (await call(served, "/resume"))[0] == 200
         path = adapter(tmp_path / f"lora_{step}", str(step))
-        status, record = await call(worker, "/load_lora_adapter", {"lora_name": "policy", "lora_path": path})
+        status, record = await call(served, "/load_lora_adapter", {"lora_name": "policy", "lora_path": path})
         assert (status, record["lora_name"], record["generation"]) == (200, "policy", step + 1)
-    assert (await call(worker, "/weight_info", method="GET"))[1] == {"weight_version": "step_2"}
-    assert (await call(worker, "/get_world_size", {}, method="GET"))[1] == {"world_size": 1}
-    assert (await call(worker, "/v1/unload_lora_adapter", {"lora_name": "policy"}))[0] == 200
+        cards = (await call(served, "/v1/models", method="GET"))[1]["data"]
+        assert [each["id"] for each in cards] == [card["id"], "policy"]
+        body = {"model": "policy", "token_ids": [5, 6], "cache_salt": str(step), "sampling_params": {"max_tokens": 2}}
+        answer = await served.generate(body)
+        assert answer["choices"][0]["policy_versions"] == [[f"step_{step}", 0]]
+        assert answer["rollplane"]["adapter_generation"] == step + 1
+        async with served.get("/metrics") as metrics:
+            assert "vllm:num_requests_running" in await metrics.text()
+    assert (await call(served, "/weight_info", method="GET"))[1] == {"weight_version": "step_2"}
+    assert (await call(served, "/get_world_size", {}, method="GET"))[1] == {"world_size": world_size}
+    assert (await call(served, "/v1/unload_lora_adapter", {"lora_name": "policy"}))[0] == 200
+    cards = (await call(served, "/v1/models", method="GET"))[1]["data"]
+    assert [each["id"] for each in cards] == [card["id"]]
+
+
+async def test_the_calls_of_prime_rl_in_their_order(worker: Served, tmp_path: Path) -> None:
+    await prime_rl_transcript(worker, tmp_path, world_size=1)
+
+
+async def test_a_pause_says_what_it_did_and_is_seen_everywhere_as_one(tmp_path: Path) -> None:
+    """Requests kept, aborted, drained and blocks freed; in readiness, metrics with its age and discovery; never as death."""
+    body = {"token_ids": list(range(3, 40)), "sampling_params": {"max_tokens": 3000, "ignore_eos": True}}
+    async with serving(Worker(MockEngine(MockSettings(step_s=0.001)))) as served:
+
+        async def running(count: int) -> list[asyncio.Task[dict[str, Any]]]:
+            asked = [asyncio.create_task(served.generate(body)) for _ in range(count)]
+
+            async def run() -> bool:
+                return (await served.service.health()).running == count
+
+            await eventually(run)
+            return asked
+
+        kept = await running(2)
+        report = (await call(served, "/engine/pause_generation", {"mode": "keep"}))[1]
+        assert (report["kept"], report["aborted"], report["drained"], report["cleared"]) == (2, 0, 0, None)
+        for path in ("/ready", "/health", "/liveness"):
+            assert await call(served, path, method="GET") == (200, {
+                "status": "ok", "state": "paused", "running": 2, "waiting": 0, "last_progress_s": 0.0, "reason": None,
+            })  # fmt: skip
+        assert await served.metric('rollplane_engine_state{state="paused"}') == 1
+        assert await served.metric('rollplane_policy_state_age_seconds{state="paused"}') > 0
+        (record,) = (await call(served, "/v1/rl/workers", method="GET"))[1]["workers"]
+        assert record["state"] == "paused"
+        report = (await call(served, "/pause"))[1]
+        assert (report["already_paused"], report["aborted"], report["cleared"]) == (True, 2, True)
+        assert {(await task)["choices"][0]["finish_reason"] for task in kept} == {"abort"}
+        await call(served, "/resume")
+
+        body["sampling_params"] = {"max_tokens": 200, "ignore_eos": True}
+        drained = await running(1)
+        report = (await call(served, "/engine/pause_generation", {"mode": "wait"}))[1]
+        assert (report["kept"], report["drained"]) == (0, 1)
+        assert (await drained[0])["choices"][0]["finish_reason"] == "length"
+        flushed = (await call(served, "/engine/flush_cache", {}))[1]
+        assert (flushed["reset"], flushed["blocks_freed"] > 0) == (True, True)
+        await call(served, "/engine/resume_generation", {})
+        assert (await call(served, "/ready", method="GET"))[1]["state"] == "ready"
 
 
 async def test_an_update_that_is_asked_for_again_is_applied_once(worker: Served, tmp_path: Path) -> None:
@@ -317,6 +385,8 @@ async def test_an_admin_call_is_audited(tmp_path: Path, capsys: pytest.CaptureFi
 
     lines = [line for line in capsys.readouterr().out.splitlines() if "admin_call" in line]
     assert "call=pause_generation" in lines[0]
+    assert "route=/engine/pause_generation" in lines[0]
+    assert "result=ok" in lines[0]
     assert "caller=admin:" in lines[0]
     assert "admin-key" not in "".join(lines)
     assert "result=invalid_request" in lines[1]

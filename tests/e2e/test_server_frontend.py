@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 from tests.e2e.server_support import GENERATE, Served, eventually, serving
-from tests.e2e.test_server_admin import adapter, call, checkpoint
+from tests.e2e.test_server_admin import adapter, call, checkpoint, prime_rl_transcript
 
 from rollplane.client.admin import AdminClient
 from rollplane.client.client import Client
@@ -134,6 +134,10 @@ async def test_the_names_of_prime_rl_act_on_the_whole_fleet(fleet: Fleeted, tmp_
     assert answer["choices"][0]["policy_versions"] == [["step_1", 0]]
     assert answer["rollplane"]["adapter_generation"] == 1
     assert (await call(fleet.front, "/get_world_size", method="GET"))[1] == {"world_size": 2}
+
+
+async def test_the_calls_of_prime_rl_in_their_order_through_the_frontend(fleet: Fleeted, tmp_path: Path) -> None:
+    await prime_rl_transcript(fleet.front, tmp_path, world_size=2)
 
 
 async def test_a_fleet_update_is_remembered_as_an_operation(fleet: Fleeted, tmp_path: Path) -> None:

@@ -12,6 +12,8 @@ from safetensors.numpy import save_file
 from tests.unit.rl.fakes import FakeHost, FakeReceiver
 from tests.waiting import until
 
+from rollplane.engines.mock.engine import MockEngine
+from rollplane.engines.mock.settings import MockSettings
 from rollplane.errors import (
     Conflict,
     ContextOverflow,
@@ -198,7 +200,13 @@ async def test_commands_of_an_older_epoch_are_refused() -> None:
     await worker.update_from_disk("/ckpt/1", version="v1", operation=Operation(id="a", epoch=4))
     with pytest.raises(Conflict, match="epoch 3, this worker follows epoch 4"):
         await worker.update_from_disk("/ckpt/2", version="v2", operation=Operation(id="b", epoch=3))
-    assert worker.version == "v1"
+    for late in (worker.pause(epoch=3), worker.resume(epoch=3), worker.set_policy_version("v0", epoch=3)):
+        with pytest.raises(Conflict, match="epoch 3, this worker follows epoch 4"):
+            await late
+    assert (worker.version, worker.state) == ("v1", "ready")
+    await worker.pause(epoch=5)
+    assert (worker.state, worker.epoch) == ("paused", 5)
+    await worker.resume()
 
 
 async def test_an_engine_that_does_not_name_its_logprob_mode_breaks_the_contract() -> None:
@@ -252,6 +260,20 @@ async def test_updates_from_disk_are_listed_only_where_the_engine_takes_them() -
     worker = Worker(PolicyEngine(info=scripted_info(capabilities=capable)))
     await worker.start()
     assert from_disk <= set(worker.routes())
+
+
+async def test_data_parallel_engines_take_no_weights_by_their_own_transfer() -> None:
+    """A start on one replica of several would leave the others with the old weights."""
+    mock = MockEngine(MockSettings(transfer_backend="mock"))
+    several = msgspec.structs.replace(mock.info.capabilities, data_parallel_size=2)
+    mock._info = msgspec.structs.replace(mock.info, capabilities=several)
+    worker = Worker(mock)
+    await worker.start()
+    for step in (worker.init_weight_transfer({}), worker.start_weight_update(), worker.update_weights({})):
+        with pytest.raises(InvalidRequest, match="data parallelism 2: run one worker per replica"):
+            await step
+    assert "start_weight_update" not in worker.routes()
+    await worker.close()
 
 
 async def test_the_repr_is_a_status_line() -> None:

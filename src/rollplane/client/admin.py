@@ -79,19 +79,24 @@ class AdminClient:
         await self._transport.close()
 
     async def pause(
-        self, mode: PauseMode = "keep", *, clear_cache: bool = False, deadline_s: float = OPERATION_S
+        self,
+        mode: PauseMode = "keep",
+        *,
+        clear_cache: bool = False,
+        epoch: int | None = None,
+        deadline_s: float = OPERATION_S,
     ) -> PauseReport:
         """Stop making tokens; returns when idle. keep: running requests freeze; wait: they finish; abort: they end."""
-        body = {"mode": mode, "clear_cache": clear_cache}
+        body = {"mode": mode, "clear_cache": clear_cache, "epoch": epoch}
         return await self._call("pause_generation", body, PauseReport, limit_s=deadline_s)
 
-    async def resume(self, *, deadline_s: float = OPERATION_S) -> ResumeReport:
+    async def resume(self, *, epoch: int | None = None, deadline_s: float = OPERATION_S) -> ResumeReport:
         """Make tokens again.
 
         Raises:
             Unavailable: the weights in place are of unknown version.
         """
-        return await self._call("resume_generation", {}, ResumeReport, limit_s=deadline_s)
+        return await self._call("resume_generation", {"epoch": epoch}, ResumeReport, limit_s=deadline_s)
 
     async def update_policy(
         self,
@@ -294,9 +299,9 @@ class AdminClient:
             raise TransportError(f"get_weight_version answered no weight_version but {sorted(answer)}")
         return version
 
-    async def set_policy_version(self, version: str) -> None:
+    async def set_policy_version(self, version: str, *, epoch: int | None = None) -> None:
         """Change the label only; aborts nothing."""
-        await self._post("set_weight_version", {"weight_version": version}, limit_s=QUERY_S)
+        await self._post("set_weight_version", {"weight_version": version, "epoch": epoch}, limit_s=QUERY_S)
 
     async def flush_cache(self, *, preempt: bool = False) -> FlushReport:
         """Drop caches that no running request holds; the report says whether it happened."""

@@ -244,15 +244,17 @@ class RouteWorker:
             return await peer.stage_weights(path, operation=operation)
         return await asyncio.to_thread(_staged, path)
 
-    async def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = False) -> PauseReport:
-        """See `PolicyAdmin.pause`."""
+    async def pause(
+        self, mode: PauseMode = "keep", *, clear_cache: bool = False, epoch: int | None = None
+    ) -> PauseReport:
+        """See `PolicyAdmin.pause`; Dynamo's route knows no epoch."""
         before = self._paused
         await self._call("pause", {"mode": mode, "clear_cache": clear_cache})
         self._paused = True
         return PauseReport(mode=mode, already_paused=before, cleared=True if clear_cache else None)
 
-    async def resume(self) -> ResumeReport:
-        """See `PolicyAdmin.resume`."""
+    async def resume(self, *, epoch: int | None = None) -> ResumeReport:
+        """See `PolicyAdmin.resume`; Dynamo's route knows no epoch."""
         before = self._paused
         await self._call("resume", {})
         self._paused = False
@@ -289,8 +291,8 @@ class RouteWorker:
             bytes=staged.bytes,
         )
 
-    async def set_policy_version(self, version: str) -> None:
-        """See `PolicyAdmin.set_policy_version`."""
+    async def set_policy_version(self, version: str, *, epoch: int | None = None) -> None:
+        """See `PolicyAdmin.set_policy_version`; Dynamo's route knows no epoch."""
         route = self._route("set_version")
         await self._post(route, version_body(route, version))
         self._version = version

@@ -40,12 +40,14 @@ class Operation(msgspec.Struct, frozen=True, kw_only=True):
 class PolicyAdmin(Protocol):
     """Pause, update and inspect a policy. Errors are `rollplane.errors`; answers say what was done."""
 
-    async def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = False) -> PauseReport:
-        """Stop making tokens; returns when idle. Idempotent."""
+    async def pause(
+        self, mode: PauseMode = "keep", *, clear_cache: bool = False, epoch: int | None = None
+    ) -> PauseReport:
+        """Stop making tokens; returns when idle. Idempotent. `epoch`: the control owner's; an older one is refused."""
         ...
 
-    async def resume(self) -> ResumeReport:
-        """Make tokens again. Idempotent.
+    async def resume(self, *, epoch: int | None = None) -> ResumeReport:
+        """Make tokens again. Idempotent. `epoch`: see `pause`.
 
         Raises:
             Unavailable: the weights in place are of unknown version.
@@ -79,8 +81,8 @@ class PolicyAdmin(Protocol):
         """
         ...
 
-    async def set_policy_version(self, version: str) -> None:
-        """Change the label only; aborts nothing."""
+    async def set_policy_version(self, version: str, *, epoch: int | None = None) -> None:
+        """Change the label only; aborts nothing. `epoch`: see `pause`."""
         ...
 
     async def flush_cache(self, *, preempt: bool = False) -> FlushReport:

@@ -45,24 +45,31 @@ class Fleet(FleetSteps):
 
     # -- PolicyAdmin -----------------------------------------------------------------------------------------------
 
-    async def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = False) -> PauseReport:
+    async def pause(
+        self, mode: PauseMode = "keep", *, clear_cache: bool = False, epoch: int | None = None
+    ) -> PauseReport:
         """Pause all workers; requests that come meanwhile wait at the router. If one cannot, those paused here resume.
 
         Raises:
             EngineFailed: a worker could not be paused; by address in `details`.
         """
+        self._check_epoch(epoch)
         async with self._lock:
             members = self._reached()
             with self._gate("pause"):
-                results = await every(members, lambda m: m.worker.pause(mode, clear_cache=clear_cache))
+                results = await every(
+                    members, lambda m: m.worker.pause(mode, clear_cache=clear_cache, epoch=self.epoch)
+                )
                 reports = {url: r for url, r in results.items() if isinstance(r, PauseReport)}
                 if len(reports) < len(members):
                     mine = [m for m in members if m.url in reports and not reports[m.url].already_paused]
-                    await every(mine, lambda m: m.worker.resume())
+                    self._give_up(results)
+                    self._give_up(await every(mine, lambda m: m.worker.resume(epoch=self.epoch)))
                 else:
                     self.paused = True
                     await self._keep()
                 await self._refresh(members)
+            self._review_unsteady()
             self._raise_failures(results, what="paused")
         cleared = [report.cleared for report in reports.values()]
         return PauseReport(
@@ -74,21 +81,24 @@ class Fleet(FleetSteps):
             cleared=None if None in cleared else all(cleared),
         )
 
-    async def resume(self) -> ResumeReport:
+    async def resume(self, *, epoch: int | None = None) -> ResumeReport:
         """Resume every worker that is at the fleet's version.
 
         Raises:
             EngineFailed: a worker could not resume; by address in `details`.
             Unavailable: no worker has weights of a known version.
         """
+        self._check_epoch(epoch)
         async with self._lock:
             members = [m for m in self._reached() if m.state == "current"]
             if not members:
                 raise Unavailable(f"no worker is at the fleet's version: {self._why()}", retry_after_s=None)
-            results = await every(members, lambda m: m.worker.resume())
+            results = await every(members, lambda m: m.worker.resume(epoch=self.epoch))
             self.paused = False
+            self._give_up(results)
             await self._keep()
             await self._refresh(members)
+            self._review_unsteady()
             self._tell()
             self._raise_failures(results, what="resumed")
             reports = [r for r in results.values() if isinstance(r, ResumeReport)]
@@ -231,17 +241,19 @@ class Fleet(FleetSteps):
             raise Conflict("the workers have different policy versions", details={"policy_versions": versions})
         return next(iter(versions.values()))
 
-    async def set_policy_version(self, version: str) -> None:
+    async def set_policy_version(self, version: str, *, epoch: int | None = None) -> None:
         """Change the label on all workers; aborts nothing.
 
         Raises:
             EngineFailed: a worker refused; by address in `details`.
         """
         check_version_name(version, param="weight_version")
+        self._check_epoch(epoch)
         async with self._lock:
             members = [m for m in self._reached() if m.state == "current"]
             with self._gate("version label"):
-                results = await every(members, lambda m: m.worker.set_policy_version(version))
+                results = await every(members, lambda m: m.worker.set_policy_version(version, epoch=self.epoch))
+                self._give_up(results)
                 if self.checkpoint is not None:
                     self.checkpoint = msgspec.structs.replace(self.checkpoint, version=version)
                 self._advance(version)

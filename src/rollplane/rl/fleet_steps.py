@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from rollplane.errors import Conflict, EngineFailed, NotFound, RollplaneError
+from rollplane.errors import Conflict, EngineFailed, NotFound, RollplaneError, TransportError
 from rollplane.protocol.admin import AdapterRecord, PauseMode, UpdateReport
 from rollplane.rl.base import OnFailure, Operation
 from rollplane.rl.control_record import RecordFile
@@ -79,8 +79,7 @@ class FleetSteps(Roster):
             Conflict: it is of an older epoch, or was asked for with other arguments.
         """
         named = operation or Operation()
-        if named.epoch is not None and named.epoch < self.epoch:
-            raise Conflict(f"the command is of epoch {named.epoch}, this fleet's is {self.epoch}", param="epoch")
+        self._check_epoch(named.epoch)
 
         async def begin() -> T:
             # Another name for every run: what workers remember of one that failed is not for the next.
@@ -89,6 +88,26 @@ class FleetSteps(Roster):
             return await work(asked, self._operations.teller(named))
 
         return await self._operations.run(named, arguments, begin, what=what)
+
+    def _check_epoch(self, epoch: int | None) -> None:
+        if epoch is not None and epoch < self.epoch:
+            raise Conflict(f"the command is of epoch {epoch}, this fleet's is {self.epoch}", param="epoch")
+
+    def _give_up(self, results: dict[str, Any]) -> None:
+        """End the epoch where a worker gave no answer: it may carry the command out later, and must not then.
+
+        It learns of the new epoch from the next command, which it gets before it serves again.
+        """
+        lost = {url for url, result in results.items() if isinstance(result, TransportError)}
+        if lost:
+            self.epoch += 1
+        for member in self.members:
+            member.unsteady = member.unsteady or member.url in lost
+
+    def _review_unsteady(self) -> None:
+        for member in self.members:
+            if member.unsteady:
+                self._review(member)
 
     async def _update(
         self,
@@ -153,15 +172,17 @@ class FleetSteps(Roster):
                     self._advance(target.version)
                     await self._keep()
             finally:
+                if update.unheard:
+                    self.epoch += 1  # what is still on its way to them is refused from the next command on
                 # The operation's deadline or a cancellation ends the steps, never the settling.
-                await self._finish(asyncio.wait_for(update.settle(), SETTLE_S))
+                await self._finish(asyncio.wait_for(update.settle(epoch=self.epoch), SETTLE_S))
                 for member in update.members:
                     if member.state == "updating":
                         member.unheard = True
                         member.enter("fenced", "what it has could not be found out")
                 self.left_paused = {m.url for m in self.members if m.paused_here}
-                if update.unanswered:
-                    self.epoch += 1  # what is still on its way to them is refused from the next command on
+                if update.unresumed:
+                    self.epoch += 1
             await self._keep()
             fenced = {m.url for m in update.members if m.state == "fenced"}
             report.pause_s = time.monotonic() - stopped

@@ -76,7 +76,10 @@ class FleetUpdate:
         self._before: dict[str, Policy] = {}
         self._paused_before: set[str] = set()
         self._rolled_back = False
-        self._unheard: set[str] = set()
+        self.unheard: set[str] = set()
+        """Workers that a call was given up to without an answer."""
+        self.unresumed: set[str] = set()
+        """Those that did not answer the resume of the settling."""
         self.unanswered: set[str] = set()
         """Workers that may still carry out what they were asked to apply: the call was given up without an answer."""
 
@@ -161,9 +164,15 @@ class FleetUpdate:
             await self._roll_back([m for m in ready if m.url not in self.unanswered])
             self.outcome = "rolled_back"
 
-    async def settle(self) -> None:
-        """Ask every worker what it has and decide its place; see the module."""
+    async def settle(self, *, epoch: int | None = None) -> None:
+        """Ask every worker what it has and decide its place; see the module.
+
+        Args:
+            epoch: by which workers are resumed; a newer one than the operation's where a call got no answer.
+        """
         self._tell("settle")
+        if epoch is not None:
+            self.operation = msgspec.structs.replace(self.operation, epoch=epoch)
         await every(self.members, self._settle_one)
         for member in self.members:
             why = None if member.state == "current" else EngineFailed(f"{member.state}: {member.reason}")
@@ -188,7 +197,7 @@ class FleetUpdate:
 
     async def _pause(self, member: Member) -> PauseReport:
         member.paused_here = member.url not in self._paused_before
-        return await member.worker.pause(self.mode, clear_cache=self.clear_cache)
+        return await member.worker.pause(self.mode, clear_cache=self.clear_cache, epoch=self.operation.epoch)
 
     async def _apply_one(self, member: Member) -> UpdateReport:
         report = await self._put(member, self.target, step="apply")
@@ -247,11 +256,16 @@ class FleetUpdate:
                 raise EngineFailed(self.errors.get(member.url) or "its policy version is not the fleet's")
             # Also where the answer of our pause was lost: whoever was not paused before is not to stay so.
             if member.url not in self._paused_before:
-                await member.worker.resume()
+                try:
+                    await member.worker.resume(epoch=self.operation.epoch)
+                except TransportError:
+                    self.unresumed.add(member.url)
+                    raise
                 member.paused_here = False
                 await member.worker.refresh()
         except RollplaneError as error:
-            member.unheard = isinstance(error, TransportError) or member.url in self._unheard
+            member.unheard = isinstance(error, TransportError) or member.url in self.unheard
+            member.unsteady = member.url in self.unheard | self.unresumed
             member.enter("fenced", error.message)
             self.errors.setdefault(member.url, error.message)
             member.worker.drop_requests(f"worker {member.url} was fenced: {error.message}")
@@ -297,7 +311,7 @@ class FleetUpdate:
             if isinstance(result, RollplaneError):
                 self.errors[url] = result.message
                 if isinstance(result, TransportError):
-                    self._unheard.add(url)
+                    self.unheard.add(url)
 
 
 async def every(

@@ -88,11 +88,13 @@ class FleetWorker(Protocol):
         """Read and check a checkpoint while tokens are made."""
         ...
 
-    async def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = False) -> PauseReport:
+    async def pause(
+        self, mode: PauseMode = "keep", *, clear_cache: bool = False, epoch: int | None = None
+    ) -> PauseReport:
         """See `PolicyAdmin.pause`."""
         ...
 
-    async def resume(self) -> ResumeReport:
+    async def resume(self, *, epoch: int | None = None) -> ResumeReport:
         """See `PolicyAdmin.resume`."""
         ...
 
@@ -109,7 +111,7 @@ class FleetWorker(Protocol):
         """See `PolicyAdmin.update_from_disk`; `expected_digest`: refuse other contents."""
         ...
 
-    async def set_policy_version(self, version: str) -> None:
+    async def set_policy_version(self, version: str, *, epoch: int | None = None) -> None:
         """See `PolicyAdmin.set_policy_version`."""
         ...
 
@@ -146,13 +148,15 @@ class Member:
         self.foreign = False
         """Its engine's facts differ from the fleet's: no operation is for it."""
         self.paused_here = False
-        """An update of the fleet paused it and has not resumed it: a fenced worker. No caller asked for that pause."""
+        """The fleet paused it, or may have, and has not resumed it. No caller asked for that pause, or it was taken back."""
         self.unheard = False
         """It was fenced because it could not be heard, not for what it did: once heard, it is brought up to date."""
         self.unsettled = False
         """It may still carry out a command that it never answered: it serves again only after a later one was carried out."""
         self.seen: str | None = None
         """The version that this process of it served when it was last looked at; None before that."""
+        self.unsteady = False
+        """It may still pause, resume or be named by a command that it never answered: asked again before it serves."""
         self.before: tuple[str, str | None] | None = None
         """Version and digest it had before the last update."""
         self.since = time.monotonic()

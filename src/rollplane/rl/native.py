@@ -14,6 +14,7 @@ from typing import Any, Final, TypeVar
 from rollplane.engines.base import NativeControls
 from rollplane.errors import Conflict, DeadlineExceeded, InvalidRequest, RollplaneError
 from rollplane.protocol.admin import PauseMode, SleepReport, TransferReport
+from rollplane.protocol.info import EngineInfo
 from rollplane.protocol.versions import check_version_name
 from rollplane.rl.base import Operation
 from rollplane.rl.weights import PolicyControl
@@ -29,15 +30,15 @@ class NativeControl:
     Args:
         engine: whose transfer and sleep they are.
         policy: the table that they move.
-        name: the engine's, for refusals.
+        info: the engine's facts.
     """
 
-    def __init__(self, engine: NativeControls, policy: PolicyControl, *, name: str) -> None:
+    def __init__(self, engine: NativeControls, policy: PolicyControl, *, info: EngineInfo) -> None:
         self.policy = policy
+        self.info = info
         self.transfer = engine.native
         self.sleeping = engine.sleeping
         self.parts = 0
-        self._name = name
         self._joined = False
         self._ends = 0.0
         self._watcher: asyncio.Task[None] | None = None
@@ -195,15 +196,20 @@ class NativeControl:
         backend = self.transfer.backend
         if backend is None:
             raise InvalidRequest(
-                f"the {self._name} engine has no weight transfer of its own here (vLLM has one where it was started with "
+                f"the {self.info.engine} engine has no weight transfer of its own here (vLLM has one where it was started with "
                 "--weight-transfer-config); weights come from a directory or by init_weights_update_group"
+            )
+        replicas = self.info.capabilities.data_parallel_size
+        if replicas > 1:
+            raise InvalidRequest(
+                f"weight transfer is refused for data parallelism {replicas}: run one worker per replica instead"
             )
         return backend
 
     def _must_sleep(self) -> None:
         if not self.sleeping.offered:
             raise InvalidRequest(
-                f"the {self._name} engine cannot sleep here: nothing would be freed (vLLM can on a device, where it was "
+                f"the {self.info.engine} engine cannot sleep here: nothing would be freed (vLLM can on a device, where it was "
                 "started with --enable-sleep-mode)"
             )
 

@@ -107,13 +107,15 @@ class RemoteWorker:
             )
         )
 
-    async def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = False) -> PauseReport:
+    async def pause(
+        self, mode: PauseMode = "keep", *, clear_cache: bool = False, epoch: int | None = None
+    ) -> PauseReport:
         """See `PolicyAdmin.pause`."""
-        return await self.engine.while_heard(self._admin.pause(mode, clear_cache=clear_cache))
+        return await self.engine.while_heard(self._admin.pause(mode, clear_cache=clear_cache, epoch=epoch))
 
-    async def resume(self) -> ResumeReport:
+    async def resume(self, *, epoch: int | None = None) -> ResumeReport:
         """See `PolicyAdmin.resume`."""
-        return await self.engine.while_heard(self._admin.resume())
+        return await self.engine.while_heard(self._admin.resume(epoch=epoch))
 
     async def update_from_disk(
         self,
@@ -191,9 +193,9 @@ class RemoteWorker:
         """See `PolicyAdmin.policy_version`."""
         return await self.engine.while_heard(self._admin.policy_version())
 
-    async def set_policy_version(self, version: str) -> None:
+    async def set_policy_version(self, version: str, *, epoch: int | None = None) -> None:
         """See `PolicyAdmin.set_policy_version`."""
-        await self.engine.while_heard(self._admin.set_policy_version(version))
+        await self.engine.while_heard(self._admin.set_policy_version(version, epoch=epoch))
 
     async def flush_cache(self, *, preempt: bool = False) -> FlushReport:
         """See `PolicyAdmin.flush_cache`."""

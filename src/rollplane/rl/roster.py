@@ -216,7 +216,7 @@ class Roster:
         if member.instance != heard.instance:
             if member.instance is not None:
                 member.worker.drop_requests(f"worker {member.url} was restarted")
-                member.paused_here = member.unsettled = False
+                member.paused_here = member.unsettled = member.unsteady = False
                 member.seen = None
             member.instance = heard.instance
             if member.state != "joining":
@@ -253,7 +253,12 @@ class Roster:
         heard = member.worker.state
         if heard is None or not member.worker.reachable:
             return member.state == "current"  # as it was; `routable` is False while it cannot be reached
-        if heard.health.state == "failed" or member.unsettled or (member.paused_here and heard.paused):
+        if (
+            heard.health.state == "failed"
+            or member.unsettled
+            or member.unsteady
+            or (member.paused_here and heard.paused)
+        ):
             return False
         if self._adapters_to_mend(member):
             return False
@@ -318,10 +323,12 @@ class Roster:
                     )
                     member.unsettled = False
                 await self._mend_adapters(member, operation)
-                if member.paused_here:
+                if member.paused_here or member.unsteady:
                     if not self.paused:
-                        await member.worker.resume()
-                    member.paused_here = False
+                        await member.worker.resume(epoch=self.epoch)
+                    elif member.unsteady:
+                        await member.worker.pause(epoch=self.epoch)
+                    member.paused_here = member.unsteady = False
                 await member.worker.refresh()
         except (RollplaneError, TimeoutError) as error:
             member.reason = f"could not be brought to {self.version!r}: {error}"

@@ -58,20 +58,24 @@ class WorkerAdmin:
 
     # -- PolicyAdmin -----------------------------------------------------------------------------------------------
 
-    async def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = False) -> PauseReport:
+    async def pause(
+        self, mode: PauseMode = "keep", *, clear_cache: bool = False, epoch: int | None = None
+    ) -> PauseReport:
         """See `PolicyAdmin.pause`."""
+        self._check_epoch(epoch)
         if mode == "keep" and not clear_cache:
             return await self._policy().pause(mode)
         with self._cache_in_doubt():
             return await self._policy().pause(mode, clear_cache=clear_cache)
 
-    async def resume(self) -> ResumeReport:
+    async def resume(self, *, epoch: int | None = None) -> ResumeReport:
         """See `PolicyAdmin.resume`."""
+        self._check_epoch(epoch)
         return await self._policy().resume()
 
     async def stage_weights(self, path: str, *, operation: Operation | None = None) -> StagedWeights:
         """Read and check a checkpoint while tokens are made; a following update with its digest uses it."""
-        self._check_epoch(operation)
+        self._check_epoch(None if operation is None else operation.epoch)
         return await self._policy().stage(path, operation=operation)
 
     async def update_from_disk(
@@ -86,7 +90,7 @@ class WorkerAdmin:
         operation: Operation | None = None,
     ) -> UpdateReport:
         """See `PolicyAdmin.update_from_disk`. One worker needs no roll-back: a refused update leaves it as it was."""
-        self._check_epoch(operation)
+        self._check_epoch(None if operation is None else operation.epoch)
         with self._cache_in_doubt():
             return await self._policy().update_from_disk(
                 path,
@@ -107,7 +111,7 @@ class WorkerAdmin:
         operation: Operation | None = None,
     ) -> UpdateReport:
         """Put weights in place that were staged before, from a directory or a broadcast, by their digest."""
-        self._check_epoch(operation)
+        self._check_epoch(None if operation is None else operation.epoch)
         with self._cache_in_doubt():
             return await self._policy().apply_staged(
                 digest, version=version, mode=mode, clear_cache=clear_cache, operation=operation
@@ -115,12 +119,12 @@ class WorkerAdmin:
 
     async def init_weights_group(self, group: TransferGroup, *, operation: Operation | None = None) -> GroupReport:
         """See `BroadcastControl.init`."""
-        self._check_epoch(operation)
+        self._check_epoch(None if operation is None else operation.epoch)
         return await self._broadcast().init(group, operation=operation)
 
     async def stage_broadcast(self, manifest: Manifest, *, operation: Operation | None = None) -> StagedWeights:
         """See `BroadcastControl.stage`."""
-        self._check_epoch(operation)
+        self._check_epoch(None if operation is None else operation.epoch)
         return await self._broadcast().stage(manifest, operation=operation)
 
     async def update_from_broadcast(
@@ -135,7 +139,7 @@ class WorkerAdmin:
         operation: Operation | None = None,
     ) -> UpdateReport:
         """See `BroadcastControl.update`. One worker needs no roll-back: a refused update leaves it as it was."""
-        self._check_epoch(operation)
+        self._check_epoch(None if operation is None else operation.epoch)
         with self._cache_in_doubt():
             return await self._broadcast().update(
                 manifest,
@@ -148,24 +152,24 @@ class WorkerAdmin:
 
     async def destroy_weights_group(self, *, operation: Operation | None = None) -> GroupReport:
         """See `BroadcastControl.destroy`."""
-        self._check_epoch(operation)
+        self._check_epoch(None if operation is None else operation.epoch)
         return await self._broadcast().destroy(operation=operation)
 
     # The engine's own transfer and sleep: each server joins a trainer's group by itself, so these are a worker's -------
 
     async def init_weight_transfer(self, info: dict[str, Any], *, operation: Operation | None = None) -> TransferReport:
         """See `NativeControl.init`."""
-        self._check_epoch(operation)
+        self._check_epoch(None if operation is None else operation.epoch)
         return await self._native().init(info, operation=operation)
 
     async def start_weight_update(self, *, operation: Operation | None = None) -> TransferReport:
         """See `NativeControl.start`."""
-        self._check_epoch(operation)
+        self._check_epoch(None if operation is None else operation.epoch)
         return await self._native().start(operation=operation)
 
     async def update_weights(self, info: dict[str, Any], *, operation: Operation | None = None) -> TransferReport:
         """See `NativeControl.update`."""
-        self._check_epoch(operation)
+        self._check_epoch(None if operation is None else operation.epoch)
         with self._cache_in_doubt():
             return await self._native().update(info, operation=operation)
 
@@ -173,7 +177,7 @@ class WorkerAdmin:
         self, version: str | None = None, *, operation: Operation | None = None
     ) -> TransferReport:
         """See `NativeControl.finish`."""
-        self._check_epoch(operation)
+        self._check_epoch(None if operation is None else operation.epoch)
         with self._cache_in_doubt():
             return await self._native().finish(version, operation=operation)
 
@@ -181,21 +185,22 @@ class WorkerAdmin:
         self, *, level: int = SLEEP_LEVEL, mode: PauseMode = "abort", operation: Operation | None = None
     ) -> SleepReport:
         """See `NativeControl.sleep`."""
-        self._check_epoch(operation)
+        self._check_epoch(None if operation is None else operation.epoch)
         with self._cache_in_doubt():
             return await self._native().sleep(level=level, mode=mode, operation=operation)
 
     async def wake_up(self, tags: list[str] | None = None, *, operation: Operation | None = None) -> SleepReport:
         """See `NativeControl.wake_up`."""
-        self._check_epoch(operation)
+        self._check_epoch(None if operation is None else operation.epoch)
         return await self._native().wake_up(tags, operation=operation)
 
     async def policy_version(self) -> str:
         """See `PolicyAdmin.policy_version`."""
         return self.version
 
-    async def set_policy_version(self, version: str) -> None:
+    async def set_policy_version(self, version: str, *, epoch: int | None = None) -> None:
         """See `PolicyAdmin.set_policy_version`."""
+        self._check_epoch(epoch)
         await self._policy().set_version(version)
 
     async def flush_cache(self, *, preempt: bool = False) -> FlushReport:
@@ -209,14 +214,14 @@ class WorkerAdmin:
 
     async def load_adapter(self, name: str, path: str, *, operation: Operation | None = None) -> AdapterRecord:
         """See `PolicyAdmin.load_adapter`."""
-        self._check_epoch(operation)
+        self._check_epoch(None if operation is None else operation.epoch)
         if self.info.serves(name):
             raise Conflict(f"{name!r} is the base model's name", param="lora_name")
         return await self._adapter_table().load(name, path, operation=operation)
 
     async def unload_adapter(self, name: str, *, operation: Operation | None = None) -> AdapterRecord:
         """See `PolicyAdmin.unload_adapter`."""
-        self._check_epoch(operation)
+        self._check_epoch(None if operation is None else operation.epoch)
         return await self._adapter_table().unload(name, operation=operation)
 
     async def adapters(self) -> list[AdapterRecord]:
@@ -257,10 +262,10 @@ class WorkerAdmin:
             raise InvalidRequest(f"the {self.info.engine} engine was started without LoRA")
         return self.adapter_table
 
-    def _check_epoch(self, operation: Operation | None) -> None:
-        """A command of an owner that was replaced is refused; a newer owner is remembered."""
-        if operation is None or operation.epoch is None:
+    def _check_epoch(self, epoch: int | None) -> None:
+        """A command of an owner that was replaced, or that gave it up, is refused; a newer epoch is remembered."""
+        if epoch is None:
             return
-        if self.epoch is not None and operation.epoch < self.epoch:
-            raise Conflict(f"the command is of epoch {operation.epoch}, this worker follows epoch {self.epoch}")
-        self.epoch = operation.epoch
+        if self.epoch is not None and epoch < self.epoch:
+            raise Conflict(f"the command is of epoch {epoch}, this worker follows epoch {self.epoch}")
+        self.epoch = epoch

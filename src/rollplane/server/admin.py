@@ -28,6 +28,7 @@ from rollplane.protocol.versions import check_version_name
 from rollplane.rl.base import BroadcastAdmin, OnFailure, PolicyAdmin
 from rollplane.server.admin_calls import (
     Empty,
+    Epoch,
     OperationBody,
     Text,
     VersionName,
@@ -48,10 +49,17 @@ MAX_MANIFEST_BYTES = 16 * 2**20
 
 
 class PauseBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """How to pause; `clear_cache` drops cached KV too."""
+    """How to pause; `clear_cache` drops cached KV too. `epoch`: the control owner's; an older one is a 409."""
 
     mode: PauseMode = "keep"
     clear_cache: bool = False
+    epoch: Epoch | None = None
+
+
+class ResumeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`epoch`: see `PauseBody`."""
+
+    epoch: Epoch | None = None
 
 
 class FlushBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -73,9 +81,10 @@ class AbortReport(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class VersionBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A policy version's name."""
+    """A policy version's name. `epoch`: see `PauseBody`."""
 
     weight_version: VersionName
+    epoch: Epoch | None = None
 
 
 class VersionReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -185,12 +194,12 @@ async def liveness_probe(service: Service, _: Empty) -> LivenessReport:
 
 async def pause(service: Service, body: PauseBody) -> PauseReport:
     """Stop making tokens; answers when idle."""
-    return await admin_of(service).pause(body.mode, clear_cache=body.clear_cache)
+    return await admin_of(service).pause(body.mode, clear_cache=body.clear_cache, epoch=body.epoch)
 
 
-async def resume(service: Service, _: Empty) -> ResumeReport:
+async def resume(service: Service, body: ResumeBody) -> ResumeReport:
     """Make tokens again."""
-    return await admin_of(service).resume()
+    return await admin_of(service).resume(epoch=body.epoch)
 
 
 async def flush(service: Service, body: FlushBody) -> FlushReport:
@@ -222,7 +231,7 @@ async def get_version(service: Service, _: Empty) -> VersionReport:
 async def set_version(service: Service, body: VersionBody) -> VersionReport:
     """Change the label only; touches no request."""
     version = check_version_name(body.weight_version, param="weight_version")
-    await admin_of(service).set_policy_version(version)
+    await admin_of(service).set_policy_version(version, epoch=body.epoch)
     return VersionReport(weight_version=version)
 
 
@@ -387,7 +396,7 @@ def engine_routes() -> list[ApiRoute]:
     table: list[tuple[str, Any, Any, Any, str]] = [
         ("liveness_probe", Empty, liveness_probe, LivenessReport, "The engine lives"),
         ("pause_generation", PauseBody, pause, PauseReport, "Stop making tokens; answers when idle"),
-        ("resume_generation", Empty, resume, ResumeReport, "Make tokens again"),
+        ("resume_generation", ResumeBody, resume, ResumeReport, "Make tokens again"),
         ("flush_cache", FlushBody, flush, FlushReport, "Drop caches; 409 where they could not be dropped"),
         ("abort_request", AbortBody, abort, AbortReport, "End one request, keeping its tokens"),
         ("get_weight_version", Empty, get_version, VersionReport, "The version that makes tokens"),
@@ -410,7 +419,7 @@ def engine_routes() -> list[ApiRoute]:
                 summary=summary,
                 tag="administration",
                 body=body,
-                body_required=body not in (Empty, PauseBody, FlushBody),
+                body_required=body not in (Empty, PauseBody, ResumeBody, FlushBody),
                 answer=answer,
                 errors=_MUTATION_ERRORS,
             ),

@@ -24,6 +24,7 @@ from rollplane.server.watch import read_body
 MAX_ADMIN_BODY_BYTES = 1 << 20
 Text = Annotated[str, Meta(min_length=1, max_length=4096)]
 """A name, an id or a path in an administration body."""
+Epoch = Annotated[int, Meta(ge=0, le=2**63 - 1)]
 VersionName = Annotated[str, Meta(min_length=1, max_length=MAX_VERSION_CHARS)]
 Body = TypeVar("Body", bound=msgspec.Struct)
 Call = Callable[[Service, Any], Awaitable[Any]]
@@ -40,7 +41,7 @@ class OperationBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     operation_id: Text | None = None
     step: Annotated[int, Meta(ge=0, le=2**63 - 1)] = 0
-    epoch: Annotated[int, Meta(ge=0, le=2**63 - 1)] | None = None
+    epoch: Epoch | None = None
     deadline_s: Annotated[float, Meta(gt=0, le=86_400)] | None = None
 
     def operation(self) -> Operation | None:

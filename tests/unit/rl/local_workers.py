@@ -109,13 +109,15 @@ class LocalWorker:
         await self._call("stage", operation)
         return await self.worker.stage_weights(path, operation=operation)
 
-    async def pause(self, mode: PauseMode = "keep", *, clear_cache: bool = False) -> PauseReport:
-        await self._call("pause", None)
-        return await self.worker.pause(mode, clear_cache=clear_cache)
+    async def pause(
+        self, mode: PauseMode = "keep", *, clear_cache: bool = False, epoch: int | None = None
+    ) -> PauseReport:
+        await self._call("pause", Operation(epoch=epoch))
+        return await self.worker.pause(mode, clear_cache=clear_cache, epoch=epoch)
 
-    async def resume(self) -> ResumeReport:
-        await self._call("resume", None)
-        return await self.worker.resume()
+    async def resume(self, *, epoch: int | None = None) -> ResumeReport:
+        await self._call("resume", Operation(epoch=epoch))
+        return await self.worker.resume(epoch=epoch)
 
     async def update_from_disk(
         self,
@@ -137,9 +139,9 @@ class LocalWorker:
             operation=operation,
         )
 
-    async def set_policy_version(self, version: str) -> None:
-        await self._call("set_version", None)
-        await self.worker.set_policy_version(version)
+    async def set_policy_version(self, version: str, *, epoch: int | None = None) -> None:
+        await self._call("set_version", Operation(epoch=epoch))
+        await self.worker.set_policy_version(version, epoch=epoch)
 
     async def flush_cache(self, *, preempt: bool = False) -> FlushReport:
         return await self.worker.flush_cache(preempt=preempt)

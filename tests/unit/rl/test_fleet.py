@@ -201,6 +201,61 @@ async def test_a_command_that_was_given_up_unanswered_can_do_nothing_later(tmp_p
         assert await fleet.policy_version() == "v1"
 
 
+@pytest.mark.parametrize("call", ["pause", "resume", "set_version"])
+async def test_a_pause_resume_or_label_that_was_given_up_unanswered_can_do_nothing_later(call: str) -> None:
+    """It arrives after the worker was asked again: neither stops one that serves nor starts one that is to rest."""
+    async with fleet_of(*[MockSettings()] * 2) as (fleet, workers):
+        far = workers[1]
+        if call == "resume":
+            await fleet.pause()
+        far.gates[call] = asyncio.Event()
+        asked: dict[str, Any] = {
+            "pause": fleet.pause, "resume": fleet.resume, "set_version": lambda: fleet.set_policy_version("v9")
+        }  # fmt: skip
+        running = asyncio.create_task(asked[call]())
+        await until(lambda: far.operations and far.operations[-1][0] == call)
+        _, given_up = far.operations[-1]
+        assert given_up is not None
+        far.cut()
+        far.gates.pop(call).set()
+        with pytest.raises(EngineFailed, match="cut off"):
+            await running
+        assert workers[0].worker.state == "ready"
+
+        await far.mend()
+        await until(lambda: fleet.members[1].state == "current" and not fleet.members[1].unsteady)
+        assert (far.worker.state, far.worker.epoch) == ("ready", 8)
+        late: dict[str, Any] = {
+            "pause": far.worker.pause, "resume": far.worker.resume,
+            "set_version": lambda *, epoch: far.worker.set_policy_version("late", epoch=epoch),
+        }  # fmt: skip
+        if call == "resume":
+            await fleet.pause()
+        with pytest.raises(Conflict, match="epoch 7, this worker follows epoch 8"):
+            await late[call](epoch=given_up.epoch)
+        assert far.worker.state == ("paused" if call == "resume" else "ready")
+        assert far.worker.version != "late"
+
+
+async def test_an_update_whose_pause_was_not_answered_resumes_in_a_new_epoch(tmp_path: Path) -> None:
+    async with fleet_of(*[MockSettings()] * 2) as (fleet, workers):
+        far = workers[1]
+        far.gates["pause"] = asyncio.Event()
+        update = asyncio.create_task(fleet.update_from_disk(weights(tmp_path, "v1")))
+        await until(lambda: far.operations and far.operations[-1][0] == "pause")
+        far.cut()
+        far.gates.pop("pause").set()
+        with pytest.raises(EngineFailed):
+            await update
+        await far.mend()
+        await until(lambda: fleet.members[1].routable)
+
+        assert [worker.worker.epoch for worker in workers] == [8, 8]
+        with pytest.raises(Conflict, match="epoch 7"):
+            await far.worker.pause(epoch=7)
+        assert [worker.worker.state for worker in workers] == ["ready", "ready"]
+
+
 async def test_a_fenced_worker_that_restarts_is_brought_up_to_date(tmp_path: Path) -> None:
     failing = MockSettings(faults=(Fault(kind="fail", operation="apply_weights"),))
     async with fleet_of(MockSettings(), failing) as (fleet, workers):
