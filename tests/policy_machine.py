@@ -126,6 +126,8 @@ class PolicyMachine(RuleBasedStateMachine):
 
     kind: Kind
     loop: Runs = LOOP
+    sleeps = False
+    """Whether the engine is put to sleep meanwhile: requests are refused then."""
     exact_after_update = True
     """Whether the tokens of every span are those of its version; a kept request on a real model goes on with older KV."""
 
@@ -267,6 +269,9 @@ class PolicyMachine(RuleBasedStateMachine):
         if self.worker.state == "failed":
             with contextlib.suppress(RollplaneError):
                 await self.worker.update_from_disk(self.kind.checkpoints[1], version="w1")
+        if self.worker.state == "asleep":
+            with contextlib.suppress(RollplaneError):
+                await self.worker.wake_up()
         if self.worker.state == "paused":
             with contextlib.suppress(RollplaneError):
                 await self.worker.resume()
@@ -276,6 +281,9 @@ class PolicyMachine(RuleBasedStateMachine):
             return
         error = asked.task.exception()
         if error is not None:
+            if self.sleeps and isinstance(error, Unavailable):
+                assert "asleep" in error.message or "unknown version" in error.message
+                return
             assert isinstance(error, NotFound), error
             assert asked.model is not None
             return

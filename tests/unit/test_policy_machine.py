@@ -1,5 +1,9 @@
-"""`tests.policy_machine` over the mock engine, which may fail at every call, and over a small real model."""
+"""`tests.policy_machine` over the mock engine, which may fail at every call, and over a small real model.
 
+The mock sleeps too, and takes weights by a transfer of its own, from trainers that may not come back.
+"""
+
+import asyncio
 import json
 import shutil
 import tempfile
@@ -16,6 +20,7 @@ from tests.policy_machine import ADAPTERS, CONTENTS, EmbeddedKind, Kind, PolicyM
 
 from rollplane.engines.mock.engine import MockEngine
 from rollplane.engines.mock.settings import Fault, MockSettings
+from rollplane.rl.base import Operation
 
 
 def write_adapter(path: Path, i: int) -> str:
@@ -40,25 +45,84 @@ class MockKind(Kind):
 
     def make(self) -> MockEngine:
         return MockEngine(
-            MockSettings(weights="w0", policy_version="w0", step_s=0.001, max_adapters=3, max_num_seqs=4, apply_s=0.002)
+            MockSettings(
+                weights="w0",
+                policy_version="w0",
+                step_s=0.001,
+                max_adapters=3,
+                max_num_seqs=4,
+                apply_s=0.002,
+                transfer_backend="mock",
+                sleep_mode=True,
+            )
         )
 
     async def reference(self, content: int) -> MockEngine:
-        engine = MockEngine(MockSettings(weights="w0"))
+        engine = MockEngine(MockSettings(weights="w0", transfer_backend="mock"))
         await engine.start()
-        if content:
+        if content >= CONTENTS:
+            await engine.pause("keep")
+            await engine.native.start()
+            await engine.native.update(part(content))
+            await engine.native.finish(f"w{content}")
+            await engine.resume()
+        elif content:
             await engine.pause("keep")
             await engine.apply_weights(await engine.stage_weights(self.checkpoints[content]), version=f"w{content}")
             await engine.resume()
         return engine
 
 
+def part(content: int) -> dict[str, Any]:
+    """The one part of weights that come by the engine's own transfer."""
+    return {"names": ["w"], "content": content}
+
+
+FAULTS = (
+    "apply_weights",
+    "load_adapter",
+    "unload_adapter",
+    "pause",
+    "stage_weights",
+    "transfer_init",
+    "transfer_start",
+    "transfer_update",
+    "transfer_finish",
+    "sleep",
+    "wake_up",
+)
+
+
 class OverMock(PolicyMachine):
     """The mock engine, which may fail at every call of the policy's life."""
 
-    @rule(operation=st.sampled_from(["apply_weights", "load_adapter", "unload_adapter", "pause", "stage_weights"]))
+    sleeps = True
+
+    @rule(operation=st.sampled_from(FAULTS))
     def fault(self, operation: Any) -> None:
         self.engine.add_fault(Fault(kind="fail", operation=operation, at=self.engine.calls(operation) + 1))
+
+    @rule(content=st.integers(CONTENTS, CONTENTS + 2), pause_turns=st.integers(0, 3), comes_back=st.booleans())
+    def native_update(self, content: int, pause_turns: int, comes_back: bool) -> None:
+        async def trainer() -> None:
+            await self.worker.init_weight_transfer({})
+            deadline_s = 60.0 if comes_back else 0.01
+            await self.worker.start_weight_update(operation=Operation(deadline_s=deadline_s))
+            if comes_back:
+                for _ in range(pause_turns):
+                    await asyncio.sleep(0.001)
+                await self.worker.update_weights(part(content))
+                await self.worker.finish_weight_update(f"w{content}")
+
+        self.call(trainer())
+
+    @rule(mode=st.sampled_from(["abort", "wait"]))
+    def sleep(self, mode: Any) -> None:
+        self.call(self.worker.sleep(mode=mode))
+
+    @rule(tags=st.sampled_from([None, ["weights"], ["kv_cache"]]))
+    def wake_up(self, tags: Any) -> None:
+        self.call(self.worker.wake_up(tags))
 
 
 class OverEmbedded(PolicyMachine):
