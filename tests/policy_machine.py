@@ -249,7 +249,9 @@ class PolicyMachine(RuleBasedStateMachine):
     async def wind_up(self) -> None:
         """Every call and request ends once somebody resumes; then the answers are held against what they should be."""
         async with asyncio.timeout(BOUND_S):
-            while any(not task.done() for task in (*self.calls, *(asked.task for asked in self.asked))):
+            tasks = [*self.calls, *(asked.task for asked in self.asked)]
+            # An update that its trainer left open ends at its deadline.
+            while any(not task.done() for task in tasks) or self.worker.state == "updating":
                 await self.recover()
                 await asyncio.sleep(0.005)
             await self.recover()

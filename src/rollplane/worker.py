@@ -29,7 +29,7 @@ from rollplane.engines.base import (
 )
 from rollplane.engines.wrappers.key_book import KeyBook
 from rollplane.engines.wrappers.live import KeepLimits, LiveRequests
-from rollplane.errors import DeadlineExceeded, EngineProtocolError, NotFound, Unavailable
+from rollplane.errors import DeadlineExceeded, EngineProtocolError, InvalidRequest, NotFound, Unavailable
 from rollplane.identity import engine_salt, identify
 from rollplane.protocol.admin import (
     WorkerRecord,
