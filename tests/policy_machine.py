@@ -126,6 +126,8 @@ class PolicyMachine(RuleBasedStateMachine):
 
     kind: Kind
     loop: Runs = LOOP
+    unary_spans = True
+    """Whether a whole answer knows its boundaries."""
     sleeps = False
     """Whether the engine is put to sleep meanwhile: requests are refused then."""
     exact_after_update = True
@@ -297,6 +299,8 @@ class PolicyMachine(RuleBasedStateMachine):
         assert (generation is None) == (asked.model is None)
         adapter = None if asked.model is None else self.loaded[f"{asked.model}@{generation}"]
         spans = choice.policy_versions
+        if not self.unary_spans and any(first is None for _, first in spans):
+            return  # it says itself that it does not know the boundary
         ends = [first for _, first in spans[1:]] + [len(tokens)]
         for i, ((version, first), end) in enumerate(zip(spans, ends, strict=True)):
             assert first is not None

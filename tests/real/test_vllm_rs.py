@@ -290,6 +290,7 @@ async def test_a_label_outlives_the_sidecar(engine: GrpcEngine, server: processe
     await other.start()
 
     assert other.policy_version == "v-kept"
+    assert other.cache_life, "what its version's name cached before is not known"
     await other.close()
 
 
@@ -300,9 +301,9 @@ async def test_a_checkpoint_cannot_be_loaded_and_says_so(engine: GrpcEngine) -> 
 
 async def test_native_calls_that_the_server_lacks_are_refused(engine: GrpcEngine) -> None:
     with pytest.raises(InvalidRequest, match="without a weight transfer backend"):
-        await engine.start_weight_update()
+        await engine.native.start()
     with pytest.raises(Conflict, match="sleep mode"):
-        await engine.sleep()
+        await engine.sleeping.sleep()
     assert (await engine.health()).state == "ready"
 
 

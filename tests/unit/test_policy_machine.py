@@ -93,14 +93,10 @@ FAULTS = (
 )
 
 
-class OverMock(PolicyMachine):
-    """The mock engine, which may fail at every call of the policy's life."""
+class Native(PolicyMachine):
+    """An engine with a transfer and a sleep of its own."""
 
     sleeps = True
-
-    @rule(operation=st.sampled_from(FAULTS))
-    def fault(self, operation: Any) -> None:
-        self.engine.add_fault(Fault(kind="fail", operation=operation, at=self.engine.calls(operation) + 1))
 
     @rule(content=st.integers(CONTENTS, CONTENTS + 2), pause_turns=st.integers(0, 3), comes_back=st.booleans())
     def native_update(self, content: int, pause_turns: int, comes_back: bool) -> None:
@@ -123,6 +119,14 @@ class OverMock(PolicyMachine):
     @rule(tags=st.sampled_from([None, ["weights"], ["kv_cache"]]))
     def wake_up(self, tags: Any) -> None:
         self.call(self.worker.wake_up(tags))
+
+
+class OverMock(Native):
+    """The mock engine, which may fail at every call of the policy's life."""
+
+    @rule(operation=st.sampled_from(FAULTS))
+    def fault(self, operation: Any) -> None:
+        self.engine.add_fault(Fault(kind="fail", operation=operation, at=self.engine.calls(operation) + 1))
 
 
 class OverEmbedded(PolicyMachine):
