@@ -252,8 +252,8 @@ class PolicyMachine(RuleBasedStateMachine):
         """Every call and request ends once somebody resumes; then the answers are held against what they should be."""
         async with asyncio.timeout(BOUND_S):
             tasks = [*self.calls, *(asked.task for asked in self.asked)]
-            # An update that its trainer left open ends at its deadline.
-            while any(not task.done() for task in tasks) or self.worker.state == "updating":
+            # An update that its trainer left open ends at its deadline; what fails once is asked for again.
+            while any(not task.done() for task in tasks) or self.worker.state != "ready":
                 await self.recover()
                 await asyncio.sleep(0.005)
             await self.recover()
@@ -294,7 +294,8 @@ class PolicyMachine(RuleBasedStateMachine):
         response = asked.task.result()
         choice = response.choices[0]
         tokens = choice.token_ids.tolist()
-        assert choice.finish_reason == ("length" if len(tokens) == asked.tokens else "abort")
+        # One that is ended between its last token and the word of it has all of them, and the reason of its end.
+        assert choice.finish_reason == "abort" or (choice.finish_reason, len(tokens)) == ("length", asked.tokens)
         generation = response.served_by.adapter_generation
         assert (generation is None) == (asked.model is None)
         adapter = None if asked.model is None else self.loaded[f"{asked.model}@{generation}"]
