@@ -18,7 +18,7 @@ from rollplane.engines.mock.engine import MockEngine
 from rollplane.engines.mock.settings import MockSettings
 from rollplane.protocol.info import MoeShape
 from rollplane.rl.fleet import Fleet
-from rollplane.router.router import Router
+from rollplane.router.router import Router, RouterSettings
 from rollplane.testing import ScriptedEngine
 from rollplane.worker import Worker, WorkerSettings
 
@@ -195,7 +195,8 @@ async def test_an_abort_at_the_frontend_reaches_the_worker() -> None:
 
 
 async def test_a_frontend_that_reached_no_worker_is_not_ready_and_says_why() -> None:
-    router = Router(Fleet(), discovery=StaticDiscovery(["http://127.0.0.1:1"]))
+    nobody = StaticDiscovery(["http://127.0.0.1:1"])
+    router = Router(Fleet(), discovery=nobody, settings=RouterSettings(hold_limit_s=0.1))
     async with serving(router, role="frontend", admin=router.fleet) as served:
         for path, status in (("/ready", 503), ("/metrics", 200), ("/v1/models", 503)):
             async with served.get(path) as answer:
