@@ -44,7 +44,7 @@ from rollplane.worker import Worker, WorkerSettings
 START_S = 120.0
 PHASES = ("stage", "pause", "apply", "settle")
 SHARED_TOKENS = 64
-SAMPLING: dict[str, Any] = {"max_tokens": 24, "ignore_eos": True, "logprobs": 0}
+SAMPLING: dict[str, Any] = {"max_tokens": 64, "ignore_eos": True, "logprobs": 0}
 
 
 # -- one process of workers ------------------------------------------------------------------------------------------
@@ -230,8 +230,8 @@ class Run:
     async def kill_under_load(self, admin: AdminClient, client: Client) -> None:
         """A quarter is killed in mid-load, an update passes, they start again."""
         running = asyncio.create_task(self.ask(client, self.args.requests))
-        await asyncio.sleep(0.5)
         for one in self.killed:
+            await asyncio.sleep(1.0)
             one.kill()
         answers = await running
         self.must(versions(answers) == {"v1"}, f"while workers died answers had {versions(answers)}")

@@ -1,5 +1,6 @@
 """`rollplane status`: what it shows of a fleet is what the fleet says."""
 
+import asyncio
 import io
 import json
 from pathlib import Path
@@ -61,3 +62,29 @@ async def test_json_is_one_line_that_a_program_reads(capsys: pytest.CaptureFixtu
 async def test_a_server_that_does_not_answer_is_an_error_and_no_empty_table() -> None:
     with pytest.raises(TransportError):
         await show("http://127.0.0.1:1", key=None, once=True, as_json=False, interval_s=1.0)
+
+
+async def test_the_live_view_follows_the_fleet_and_a_server_that_goes_away(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    said = ""
+
+    def shown(text: str) -> bool:
+        nonlocal said
+        said += capsys.readouterr().out
+        return text in said
+
+    async with fleet_of([MockSettings()] * 2) as fleet, AdminClient(fleet.frontend.url) as admin:
+        view = asyncio.create_task(show(fleet.frontend.url, key=None, once=False, as_json=False, interval_s=0.1))
+        try:
+            await fleet.until(lambda: shown("initial"))
+            await admin.update_policy(write_weights(tmp_path, "step-7"))
+            await fleet.until(lambda: shown("step-7"))
+            await fleet.workers[0].kill()
+            await fleet.until(lambda: shown("cannot be reached"))
+            await fleet.frontend.kill()
+            await fleet.until(lambda: shown("ClientConnectorError") or shown("Connect call failed"))
+            assert not view.done()
+        finally:
+            view.cancel()
+            await asyncio.gather(view, return_exceptions=True)

@@ -12,8 +12,9 @@ import msgspec
 
 from rollplane.client.operation_events import EventLines
 from rollplane.client.transport import FIRST_PAUSE_S, Transport
-from rollplane.errors import RollplaneError, ServiceError, TransportError
+from rollplane.errors import NotFound, RollplaneError, ServiceError, TransportError
 from rollplane.protocol.admin import (
+    LONGEST_EVENT_WAIT_S,
     AdapterRecord,
     FlushReport,
     OperationEvent,
@@ -369,18 +370,20 @@ class AdminClient:
 
         Args:
             after: events up to this number are left out.
-            wait_s: how long the operation may take to begin, at most 60.
+            wait_s: how long the operation may take to begin.
             limit_s: longest time for all of it.
 
         Raises:
             NotFound: it did not begin in time.
             DeadlineExceeded: it still runs after `limit_s`.
         """
-        ends = time.monotonic() + limit_s
+        now = time.monotonic()
+        ends, begins = now + limit_s, now + wait_s
         fruitless = 0
         while True:
             left = max(ends - time.monotonic(), 0.001)
-            path = f"/v1/rl/operations/{quote(operation_id, safe='')}/events?after={after}&wait_s={wait_s:g}"
+            wait = min(max(begins - time.monotonic(), 0.0), LONGEST_EVENT_WAIT_S)
+            path = f"/v1/rl/operations/{quote(operation_id, safe='')}/events?after={after}&wait_s={wait:.3f}"
             lines = EventLines()
             try:
                 async with self._transport.open("GET", path, limit_s=left) as answer:
@@ -393,6 +396,9 @@ class AdminClient:
                 raise TransportError(
                     f"{self._transport.base_url}{path} ended in the middle of operation {operation_id!r}"
                 )
+            except NotFound:
+                if time.monotonic() >= begins:
+                    raise
             except (ServiceError, TransportError) as error:
                 fruitless += 1
                 if not error.retryable or fruitless >= self._transport.attempts:

@@ -121,6 +121,7 @@ class RouteWorker:
         self._put: tuple[str, str] | None = None
         self._adapters: dict[str, AdapterRecord] = {}
         self._reachable = False
+        self._trouble: str | None = None
         self._following: asyncio.Task[None] | None = None
 
     def __repr__(self) -> str:
@@ -180,6 +181,11 @@ class RouteWorker:
         """See `FleetWorker.reachable`."""
         return self._reachable
 
+    @property
+    def trouble(self) -> str | None:
+        """See `FleetWorker.trouble`."""
+        return None if self._reachable else self._trouble
+
     def follow(self, listener: Callable[[], None]) -> None:
         """See `FleetWorker.follow`; it is asked every `poll_s` seconds."""
 
@@ -188,8 +194,8 @@ class RouteWorker:
             while True:
                 try:
                     await self.refresh()
-                except RollplaneError:
-                    self._reachable = False
+                except RollplaneError as error:
+                    self._reachable, self._trouble = False, error.message
                 now = (self._reachable, self._version, self._paused)
                 if now != seen:
                     seen = now

@@ -1,12 +1,14 @@
 """Administration: what is asked of a worker and what it answers. One record per operation, shared by every name it has."""
 
-from typing import Any, Literal
+from typing import Any, Final, Literal
 
 import msgspec
 
 from rollplane.protocol.info import Capabilities, EngineState
 
 PauseMode = Literal["keep", "wait", "abort"]
+LONGEST_EVENT_WAIT_S: Final = 2.0
+"""Of one call for the events of an operation that has not begun; whoever waits longer asks again."""
 OperationEventKind = Literal["began", "phase", "worker", "done", "failed"]
 
 

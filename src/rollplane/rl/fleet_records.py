@@ -19,7 +19,8 @@ def record_of(member: Member, found: list[WorkerRecord] | RollplaneError) -> Wor
     record.system_url = record.system_url or member.url
     record.request_plane_url = record.request_plane_url or member.url
     if member.state != "current" or not member.worker.reachable:
-        record.error = f"{member.state}: {member.reason or 'cannot be reached'}"
+        unreached = f"cannot be reached: {member.worker.trouble}" if member.worker.trouble else "cannot be reached"
+        record.error = f"{member.state}: {member.reason or unreached}"
     elif isinstance(found, RollplaneError):
         record.error = f"{member.state}: {found.message}"
     elif member.stall is not None:

@@ -221,7 +221,9 @@ class FleetSteps(Roster):
                 members, lambda m: m.worker.load_adapter(name, path, operation=operation), phase="load", tell=tell
             )
             records = [r for r in results.values() if isinstance(r, AdapterRecord)]
-            if len(records) < len(members):
+            digests = {url: r.digest for url, r in results.items() if isinstance(r, AdapterRecord)}
+            alike = len(set(digests.values())) == 1
+            if len(records) < len(members) or not alike:
                 done = [m for m in members if isinstance(results[m.url], AdapterRecord)]
                 if not done:
                     pass  # nothing has changed anywhere
@@ -244,6 +246,12 @@ class FleetSteps(Roster):
         if first is not None and len(failures) == len(members):
             raise first  # all alike: the caller's own mistake, in its own words
         self._raise_failures(results, what="given the adapter")
+        if not alike:
+            raise Conflict(
+                f"the workers read different contents of adapter {name!r} at {path!r}; all went back",
+                param="lora_path",
+                details={"digests": digests},
+            )
         return records[0]
 
     async def _unload_adapter(self, name: str, *, operation: Operation, tell: Tell) -> AdapterRecord:

@@ -64,6 +64,11 @@ class FleetWorker(Protocol):
         """Whether the last look at it succeeded."""
         ...
 
+    @property
+    def trouble(self) -> str | None:
+        """Why the last look at it failed; None where it succeeded."""
+        ...
+
     def follow(self, listener: Callable[[], None]) -> None:
         """Follow its state and call `listener` after every change."""
         ...

@@ -64,6 +64,11 @@ class RemoteWorker:
         """Whether the last look at the worker succeeded."""
         return self.engine.reachable
 
+    @property
+    def trouble(self) -> str | None:
+        """Why the last look at the worker failed; None where it succeeded."""
+        return self.engine.trouble
+
     def follow(self, listener: Callable[[], None]) -> None:
         """Follow the worker's state; `listener` is called after every change, also of reachability."""
         self.engine.on_change(lambda _: listener())

@@ -210,7 +210,9 @@ class Roster:
         """Re-derive where a worker stands from what it last told."""
         heard = member.worker.state
         if member.state in ("gone", "updating") or heard is None:
-            member.reason = member.reason if heard is not None else "not reached yet"
+            if heard is None:
+                trouble = member.worker.trouble
+                member.reason = "not reached yet" if trouble is None else f"not reached yet: {trouble}"
             self._tell()
             return
         if member.instance != heard.instance:

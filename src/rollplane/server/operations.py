@@ -18,7 +18,7 @@ from starlette.responses import Response
 from starlette.types import ASGIApp, Send
 
 from rollplane.errors import InvalidRequest, NotFound
-from rollplane.protocol.admin import OperationEvent
+from rollplane.protocol.admin import LONGEST_EVENT_WAIT_S, OperationEvent
 from rollplane.protocol.arrays import enc_hook
 from rollplane.rl.operation_log import OperationLog, OperationLogs
 from rollplane.server.error_responses import json_response
@@ -27,7 +27,7 @@ from rollplane.server.service import Service
 from rollplane.server.watch import WatchedAnswer, run_watched
 
 BEAT_S: Final = 10.0
-MAX_WAIT_S: Final = 60.0
+MAX_WAIT_S: Final = LONGEST_EVENT_WAIT_S
 MAX_NUMBER_DIGITS: Final = 15
 DONE: Final = b"data: [DONE]\n\n"
 _encoder = msgspec.json.Encoder(enc_hook=enc_hook)

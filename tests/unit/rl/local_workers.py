@@ -36,6 +36,7 @@ class LocalWorker:
         self.worker = Worker(engine or self.mock, settings=WorkerSettings(name=url, system_url=url))
         self.state: WorkerState | None = None
         self.reachable = False
+        self.trouble: str | None = None
         self.dropped: list[str] = []
         self.operations: list[tuple[str, Operation | None]] = []
         self.gates: dict[str, asyncio.Event] = {}

@@ -8,7 +8,7 @@ from tests.unit.rl.test_fleet import fleet_of
 from tests.waiting import until
 
 from rollplane.engines.mock.settings import Fault, MockSettings
-from rollplane.errors import EngineFailed
+from rollplane.errors import Conflict, EngineFailed
 from rollplane.rl.control_record import RecordFile
 from rollplane.rl.fleet import Fleet, FleetSettings
 
@@ -106,3 +106,20 @@ async def test_the_next_owner_knows_contents_and_what_was_dropped(tmp_path: Path
     assert after.adapter_digests == {"kept": kept.digest}
     assert list(after.dropped_adapters) == ["gone"]
     await after.close()
+
+
+async def test_workers_that_read_different_files_at_one_path_are_refused_and_go_back(tmp_path: Path) -> None:
+    async with fleet_of(MockSettings(), MockSettings()) as (fleet, workers):
+        first = await fleet.load_adapter("tuned", write_adapter(tmp_path, "a1", value=1.0))
+        other = write_adapter(tmp_path, "other", value=3.0)
+        load = workers[1].worker.load_adapter
+
+        async def elsewhere(name: str, path: str, *, operation: object = None) -> object:
+            return await load(name, other if path.endswith("a2") else path)
+
+        workers[1].worker.load_adapter = elsewhere  # type: ignore[method-assign, assignment]
+        with pytest.raises(Conflict, match="read different contents") as refused:
+            await fleet.load_adapter("tuned", write_adapter(tmp_path, "a2", value=2.0))
+        assert set((refused.value.details or {})["digests"]) == {"http://w0", "http://w1"}
+        assert loaded(workers[0]) == loaded(workers[1]) == {"tuned": first.digest}
+        assert all(member.routable for member in fleet.members)
