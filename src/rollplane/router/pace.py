@@ -4,10 +4,7 @@ and only their pace tells the slow one.
 
 from collections.abc import Sequence
 from statistics import median
-from typing import TYPE_CHECKING, Final
-
-if TYPE_CHECKING:
-    from rollplane.router.worker import RoutedWorker
+from typing import Final, Protocol, TypeVar
 
 WEIGHT: Final = 0.25
 """Of the newest answer in the moving mean."""
@@ -45,7 +42,16 @@ class Pace:
         self.at = now
 
 
-def slowdowns(workers: Sequence["RoutedWorker"], *, now: float) -> "dict[RoutedWorker, float]":
+class Paced(Protocol):
+    """Something that makes tokens at a pace."""
+
+    pace: Pace
+
+
+Worker = TypeVar("Worker", bound=Paced)
+
+
+def slowdowns(workers: Sequence[Worker], *, now: float) -> dict[Worker, float]:
     """How many times slower than the median worker each slow one is; the others are left out."""
     paces = {
         worker: worker.pace.s_per_token

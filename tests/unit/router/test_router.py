@@ -6,7 +6,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 import pytest
-from tests.unit.rl.local_workers import LocalWorker
+from tests.unit.rl.local_workers import LocalWorker, write_adapter
 from tests.unit.rl.test_fleet import weights
 from tests.waiting import until
 
@@ -238,3 +238,17 @@ async def test_a_closed_router_ends_what_it_holds() -> None:
         await router.close()
         with pytest.raises(Unavailable, match="closing"):
             await task
+
+
+async def test_requests_for_an_adapter_wait_until_every_worker_has_it_and_others_go_on(tmp_path: Path) -> None:
+    async with router_of(MockSettings(), MockSettings()) as (router, workers):
+        workers[1].gates["load"] = asyncio.Event()
+        loading = asyncio.create_task(router.fleet.load_adapter("tuned", write_adapter(tmp_path, "a1", value=1.0)))
+        await until(lambda: workers[1].operations and workers[1].operations[-1][0] == "load")
+        held = asyncio.create_task(answer(router, make_request(max_tokens=3, fields={"model": "tuned"})))
+        await until(lambda: "1 held" in repr(router))
+        assert (await answer(router, make_request(max_tokens=3))).choices[0].token_ids.size == 3
+        assert not held.done()
+        workers[1].gates["load"].set()
+        await loading
+        assert (await held).served_by.adapter_generation == 1
