@@ -20,6 +20,7 @@ from rollplane.server.crew import METRICS_PATH, Crew
 SUMMED_GAUGES: Final = frozenset(
     {
         "rollplane_requests_in_flight",
+        "rollplane_queue_waiting",
         "rollplane_worker_sequences",
         "rollplane_worker_prompt_tokens_in_flight",
         "rollplane_worker_pending_prompt_tokens",

@@ -29,6 +29,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     choices: int
     priority: int = 0
     traffic: str | None = None
+    model: str | None = None
     caller: str | None = None
     left_s: float | None = None
 
@@ -38,6 +39,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
             request_id="",
             token_ids=empty_int32(),
             sampling=SamplingParams(n=self.choices),
+            model=self.model,
             priority=self.priority,
             options=RequestOptions(traffic_class=self.traffic),
             caller=self.caller,
@@ -127,6 +129,7 @@ class OwnersQueue(FairQueue):
                 choices=request.sampling.choices,
                 priority=request.priority,
                 traffic=request.options.traffic_class,
+                model=request.model,
                 caller=request.caller,
                 left_s=left_s,
             )

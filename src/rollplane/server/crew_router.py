@@ -22,9 +22,8 @@ class CrewRouter(Router):
     """
 
     def __init__(self, fleet: Fleet, *, crew: Crew, name: str, **options: Any) -> None:
-        super().__init__(fleet, **options)
+        super().__init__(fleet, name=name, **options)
         self._crew = crew
-        self._name = name
         self.here = Here(self)
         self._claimed = ClaimedIds(self.here, crew.claims(name), other=lambda i: crew.engine(i, name))
 
@@ -38,7 +37,7 @@ class CrewRouter(Router):
 
     async def abort_all(self) -> int:
         """End every request of the fleet in every process."""
-        path = FLEET_PATH + self._name + ABORT_ALL_PATH
+        path = FLEET_PATH + self.name + ABORT_ALL_PATH
         asked = [self._crew.ask(i, "POST", path, limit_s=30.0) for i in self._crew.others]
         here = await self.abort_all_here()
         return here + sum(int(answer) for answer in await asyncio.gather(*asked))
