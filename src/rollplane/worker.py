@@ -87,7 +87,6 @@ class Worker(WorkerAdmin):
         self.settings = settings or WorkerSettings()
         self.engine = engine
         self.instance_id = uuid.uuid4().hex[:16]
-        self._slept = False
         self.keys = KeyBook()
         self._isolating: IsolatesVersions | None = None
         self._live = LiveRequests(_Admitted(self), keep=self.settings.keep)
@@ -302,15 +301,11 @@ class Worker(WorkerAdmin):
 
     async def snapshot(self, *, health: EngineHealth | None = None) -> WorkerState:
         """This worker as the internal state endpoint shows it, now; `health` where it was just asked for."""
-        told = health if health is not None else await self.health()
-        if told.state == "asleep" and not self._slept:
-            self.cache_generation += 1  # its owner in this process put it to sleep, which no route of ours did
-        self._slept = told.state == "asleep"
         return WorkerState(
             worker=self.settings.name,
             instance=self.instance_id,
             info=self.info,
-            health=told,
+            health=health if health is not None else await self.health(),
             policy_version=self.version,
             policy_digest=self.policy.digest if self.policy is not None else None,
             epoch=self.epoch,

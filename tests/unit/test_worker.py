@@ -27,7 +27,7 @@ from rollplane.errors import (
 from rollplane.identity import media_identity
 from rollplane.protocol.events import EndEvent, Event, ServedBy
 from rollplane.protocol.features import MediaItem
-from rollplane.protocol.info import Capabilities, EngineHealth, LoraCapability
+from rollplane.protocol.info import Capabilities, LoraCapability
 from rollplane.protocol.request import GenerateRequest
 from rollplane.rl.base import Operation, PolicyAdmin
 from rollplane.testing import ScriptedEngine, make_request, script_of, scripted_info
@@ -279,11 +279,3 @@ async def test_data_parallel_engines_take_no_weights_by_their_own_transfer() -> 
 async def test_the_repr_is_a_status_line() -> None:
     worker, _ = await started()
     assert repr(worker) == "<Worker w0 ready at 'v0', 0 live, 0 held>"
-
-
-async def test_an_engine_that_sleeps_leaves_nothing_known_of_its_cache_whoever_put_it_to_sleep() -> None:
-    worker, engine = await started()
-    before = worker.cache_generation
-    for state, grown in (("ready", 0), ("asleep", 1), ("asleep", 1), ("ready", 1), ("asleep", 2)):
-        engine._health = EngineHealth(alive=True, state=state)  # type: ignore[arg-type]
-        assert (await worker.snapshot()).cache_generation == before + grown, state

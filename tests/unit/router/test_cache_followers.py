@@ -146,9 +146,9 @@ async def test_a_reset_worker_gets_no_traffic_for_a_cache_that_is_gone() -> None
         assert router.observed.over_tokens == 0
 
 
-async def test_an_update_a_restart_and_a_pause_that_clears_drop_what_was_known(tmp_path: Path) -> None:
+async def test_an_update_a_sleep_a_restart_and_a_pause_that_clears_drop_what_was_known(tmp_path: Path) -> None:
     """Each of them, whatever the events say."""
-    async with router_of(MockSettings()) as (router, policy, (worker,)):
+    async with router_of(MockSettings(sleep_mode=True)) as (router, policy, (worker,)):
         tokens = prompt(0)
 
         async def warm() -> None:
@@ -168,6 +168,11 @@ async def test_an_update_a_restart_and_a_pause_that_clears_drop_what_was_known(t
         await warm()
         await router.fleet.pause("wait", clear_cache=True)
         await router.fleet.resume()
+        assert expected() == 0
+        await warm()
+        await worker.worker.sleep()
+        await worker.worker.wake_up()
+        await worker.refresh()
         assert expected() == 0
         await warm()
         await worker.restart()
