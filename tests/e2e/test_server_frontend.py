@@ -140,6 +140,24 @@ async def test_the_calls_of_prime_rl_in_their_order_through_the_frontend(fleet: 
     await prime_rl_transcript(fleet.front, tmp_path, world_size=2)
 
 
+async def test_discovery_speaks_protocol_1_alike_at_a_worker_and_at_the_frontend(fleet: Fleeted) -> None:
+    names = "namespace component endpoint instance_id transport request_plane_url system_url model routes world_size"
+    found = {}
+    for served in (fleet.front, *fleet.workers):
+        status, answer = await call(served, "/v1/rl/workers", method="GET")
+        assert (status, answer["protocol_version"], answer["namespace"]) == (200, 1, "rollplane")
+        for record in answer["workers"]:
+            assert set(names.split()) <= set(record)
+            assert {"weight_transfer", "lora", "logprobs_mode", "routed_experts", "sampling_mask"} <= set(
+                record["capabilities"]
+            )
+            assert "update_weights_from_disk" in record["routes"]
+            assert {"start_weight_update", "sleep", "init_weights_update_group"}.isdisjoint(record["routes"])
+        found[served.url] = sorted(record["instance_id"] for record in answer["workers"])
+    told, *own = found.values()
+    assert told == sorted(instance for instances in own for instance in instances)
+
+
 async def test_a_fleet_update_is_remembered_as_an_operation(fleet: Fleeted, tmp_path: Path) -> None:
     weights = checkpoint(tmp_path / "v2", "two")
     async with AdminClient(fleet.front.url) as admin:
