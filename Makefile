@@ -50,3 +50,4 @@ vllm-env: ## Make the environments of the real parts: vLLM on a CPU, its Rust se
 	bash scripts/make_vllm_env.sh
 	bash scripts/fetch_vllm_rs.sh
 	bash scripts/make_dynamo_env.sh
+	bash scripts/add_dynamo_runtime.sh

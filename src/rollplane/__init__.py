@@ -8,14 +8,16 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from rollplane.client.admin import AdminClient
     from rollplane.client.client import Client
+    from rollplane.client.dynamo import DynamoClient
 
-__all__ = ["AdminClient", "Client", "__version__"]
+__all__ = ["AdminClient", "Client", "DynamoClient", "__version__"]
 
 __version__: str
 
 _EXPORTS = {
     "AdminClient": "rollplane.client.admin",
     "Client": "rollplane.client.client",
+    "DynamoClient": "rollplane.client.dynamo",
 }
 
 

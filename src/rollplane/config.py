@@ -109,6 +109,9 @@ class DynamoSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
         Literal["refuse", "length"], _about("Dynamo: an aborted rollout is a 499, or ends as length with its tokens")
     ] = "refuse"
     publish_kv_events: Annotated[bool, _about("Dynamo: tell its router what is cached")] = True
+    block_tokens: Annotated[
+        Count | None, _about("Dynamo: KV block size to register for an engine that has no blocks; 16 if absent")
+    ] = None
 
 
 class FrontendSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -11,8 +11,12 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 from tests.models.tiny import shared_model
 from tests.real import processes
+
+from rollplane.protocol.arrays import enc_hook
+from rollplane.protocol.response import GenerateResponse
 
 MOCK = [
     "--engine-option", "vocab_tokens=1024",
@@ -20,6 +24,8 @@ MOCK = [
     "--engine-option", 'moe={"layers":2,"top_k":2,"num_experts":8}',
 ]  # fmt: skip
 WAIT_S = 60.0
+CONTEXT, BLOCK_TOKENS = 2048, 32
+"""Alike for all real engines of one model: Dynamo serves only workers whose model card is alike."""
 
 
 @contextlib.contextmanager
@@ -45,7 +51,7 @@ def worker(
     arguments: Sequence[str] = (),
     engine: Sequence[str] = ("--engine", "mock", "--served-model-name", "roll", *MOCK),
     environment: Mapping[str, str] | None = None,
-    card: str = "qwen-vl",
+    card: str | None = "qwen-vl",
     python: Path = processes.DYNAMO_ENV / "bin" / "python",
     start_s: float = WAIT_S,
 ) -> Iterator[processes.Server]:
@@ -53,20 +59,81 @@ def worker(
     ready = log.with_suffix(".ready")
     (port,) = processes.free_ports(1)
     command = [str(python), "-m", "rollplane.cli.main", "worker", "--runtime", "dynamo", "--port", str(port), *engine]
-    command += [
-        "--model-card",
-        str(shared_model(card)),
-        "--ready-file",
-        str(ready),
-        "--name",
-        log.stem,
-        *arguments,
-    ]
+    if card is not None:
+        command += ["--model-card", str(shared_model(card))]
+    command += ["--ready-file", str(ready), "--name", log.stem, *arguments]
     settings = processes.dynamo_settings(store) | dict(environment or {})
     with processes.running(command, log, environment=settings) as process:
         processes.wait_for_http(f"http://127.0.0.1:{port}/health", process, log, timeout_s=start_s)
         until(ready.exists, log)
         yield processes.Server(process.pid, port, log)
+
+
+@contextlib.contextmanager
+def embedded_worker(
+    store: Path, log: Path, *, model: Path, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None
+) -> Iterator[processes.Server]:
+    """Our embedded engine on Dynamo's runtime, in the environment of vLLM: see `scripts/add_dynamo_runtime.sh`."""
+    engine = ["--engine", "embedded", "--model", str(model), "--served-model-name", "roll", "--dtype", "float32"]
+    engine += ["--max-model-len", str(CONTEXT), "--engine-option", "threads=1"]
+    with worker(
+        store,
+        log,
+        engine=engine,
+        arguments=["--model-card", str(model), "--block-tokens", str(BLOCK_TOKENS), *arguments],
+        environment={"OMP_NUM_THREADS": "1", **(environment or {})},
+        card=None,
+        python=beside_vllm(),
+        start_s=120,
+    ) as found:
+        yield found
+
+
+@contextlib.contextmanager
+def vllm_worker(
+    store: Path, log: Path, *, model: Path, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None
+) -> Iterator[processes.Server]:
+    """vLLM in our worker on Dynamo's runtime. `arguments` go to vLLM."""
+    python = beside_vllm()
+    engine = ["--engine", "vllm", "--model", str(model), "--served-model-name", "roll", "--dtype", "float32"]
+    engine += ["--max-model-len", str(CONTEXT)]
+    settings = processes.VLLM_SETTINGS | {"PATH": f"{python.parent}:{os.environ['PATH']}"} | dict(environment or {})
+    with worker(
+        store,
+        log,
+        engine=engine,
+        arguments=["--model-card", str(model), "--", "--enforce-eager", "--block-size", str(BLOCK_TOKENS), *arguments],
+        environment=settings,
+        card=None,
+        python=python,
+        start_s=180,
+    ) as found:
+        yield found
+
+
+@contextlib.contextmanager
+def their_vllm_worker(
+    store: Path, log: Path, *, model: Path, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None
+) -> Iterator[processes.Server]:
+    """Dynamo's own vLLM worker, `python -m dynamo.vllm`. The HTTP port is its system port."""
+    python = beside_vllm()
+    (port,) = processes.free_ports(1)
+    command = [str(python), "-m", "dynamo.vllm", "--enable-rl", "--model", str(model), "--served-model-name", "roll"]
+    command += ["--dtype", "float32", "--max-model-len", str(CONTEXT), "--enforce-eager"]
+    command += ["--block-size", str(BLOCK_TOKENS), *arguments]
+    settings = processes.VLLM_SETTINGS | {"PATH": f"{python.parent}:{os.environ['PATH']}", "DYN_SYSTEM_PORT": str(port)}
+    settings |= processes.dynamo_settings(store) | dict(environment or {})
+    with processes.running(command, log, environment=settings) as process:
+        processes.wait_for_http(f"http://127.0.0.1:{port}/health", process, log, timeout_s=180)
+        yield processes.Server(process.pid, port, log)
+
+
+def beside_vllm() -> Path:
+    """The interpreter of vLLM's environment, which has Dynamo's runtime too."""
+    python = processes.VLLM_ENV / "bin" / "python"
+    if not list((processes.VLLM_ENV / "lib").glob("python3*/site-packages/dynamo")):
+        raise FileNotFoundError(f"{processes.VLLM_ENV} lacks Dynamo's runtime: run scripts/add_dynamo_runtime.sh")
+    return python
 
 
 @contextlib.contextmanager
@@ -104,8 +171,8 @@ def post(url: str, body: Any, *, headers: Mapping[str, str] | None = None, timeo
         return error.code, json.loads(text) if text.startswith(b"{") else text.decode()
 
 
-def get(url: str) -> Any:
-    with urllib.request.urlopen(url, timeout=30) as answered:
+def get(url: str, *, headers: Mapping[str, str] | None = None) -> Any:
+    with urllib.request.urlopen(urllib.request.Request(url, headers=dict(headers or {})), timeout=30) as answered:
         return json.load(answered)
 
 
@@ -130,6 +197,26 @@ def generate(server: processes.Server, body: Mapping[str, Any], **headers: str) 
 def passed(answer: Any) -> Any:
     """What our worker passed through Dynamo's answer."""
     return answer["kv_transfer_params"]["rollplane"]
+
+
+def comparable(response: GenerateResponse) -> bytes:
+    """What must be alike of two answers: ids, log-probabilities, routes, masks, versions, reasons; arrays by dtype, shape and
+    bytes. Ranks of sampled tokens are left out, which no JSON answer has.
+    """
+    choices = [
+        msgspec.structs.replace(
+            choice, logprobs=choice.logprobs and msgspec.structs.replace(choice.logprobs, ranks=None)
+        )
+        for choice in response.choices
+    ]
+    parts = (
+        choices,
+        response.prompt_logprobs,
+        response.prompt_token_ids,
+        response.mm_placeholders,
+        response.request_id,
+    )
+    return msgspec.msgpack.encode(parts, enc_hook=enc_hook)
 
 
 def standing(fleet: processes.Server) -> list[str | None]:

@@ -13,6 +13,8 @@ from tests.real import processes
 pytestmark = pytest.mark.timeout(150)
 
 BODY = {"token_ids": [300 + 7 * i for i in range(12)], "sampling_params": {"max_tokens": 2}}
+KEY = "key-of-the-administration-0001"
+WITH_KEY = {"Authorization": f"Bearer {KEY}"}
 
 
 @dataclass(frozen=True)
@@ -31,7 +33,10 @@ class Rig:
         return deployment.post(f"{self.sidecar.http_url}/engine/{route}", {})[1]
 
     def worker_call(self, route: str) -> Any:
-        return deployment.post(f"{self.worker.http_url}/engine/{route}", {})[1]
+        return deployment.post(f"{self.worker.http_url}/engine/{route}", {}, headers=WITH_KEY)[1]
+
+    def worker_is_paused(self) -> bool:
+        return bool(deployment.get(f"{self.worker.http_url}/is_paused", headers=WITH_KEY)["is_paused"])
 
 
 @pytest.fixture(scope="module")
@@ -44,16 +49,19 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     mock = [sys.executable, "-m", "rollplane.cli.main", "mock-vllm", "--port", str(grpc_port), "--model", model]
     mock += ["--engine-option", "model=roll", "--engine-option", "vocab_tokens=1024"]
     mock += ["--ready-file", str(root / "mock.ready")]
+    key = root / "admin.key"
+    key.write_text(f"{KEY}\n")
     with (
         deployment.frontend(store, root / "frontend.log", mode="round-robin") as theirs,
         processes.running(mock, root / "mock.log", environment={}),
-        deployment.worker(store, root / "ours.log", card="qwen3") as worker,
+        deployment.worker(store, root / "ours.log", card="qwen3", arguments=["--admin-key-file", str(key)]) as worker,
     ):
         deployment.until((root / "mock.ready").exists, root / "mock.log")
         with deployment.sidecar(store, root / "sidecar.log", grpc_port=grpc_port) as sidecar:
             listed = f"{theirs.rl_url}/v1/rl/workers"
             deployment.until(lambda: len(deployment.get(listed)["workers"]) == 2, root / "frontend.log")
-            with deployment.own_frontend(root / "fleet.log", arguments=["--dynamo-rl-url", theirs.rl_url]) as fleet:
+            arguments = ["--dynamo-rl-url", theirs.rl_url, "--worker-key-file", str(key)]
+            with deployment.own_frontend(root / "fleet.log", arguments=arguments) as fleet:
                 deployment.until(lambda: deployment.standing(fleet) == [None, None], root / "fleet.log")
                 yield Rig(theirs, fleet, worker, sidecar, model, adapter)
 
@@ -67,16 +75,24 @@ def test_both_kinds_serve_behind_one_frontend(rig: Rig) -> None:
     assert kinds == {"ours", "theirs"}
 
 
+def test_the_administration_that_the_deployment_names_has_keys(rig: Rig) -> None:
+    urls = [worker["system_url"] for worker in deployment.get(f"{rig.theirs.rl_url}/v1/rl/workers")["workers"]]
+
+    assert rig.worker.http_url in urls
+    assert deployment.post(f"{rig.worker.http_url}/engine/pause_generation", {})[0] == 401
+    assert not rig.worker_is_paused()
+
+
 def test_one_pause_reaches_both_by_their_own_routes(rig: Rig) -> None:
     status, answer = rig.fleet_call("pause_generation", {"mode": "keep"})
     assert status == 200, answer
     assert rig.sidecar_call("control/is_paused") == {"is_paused": True}
-    assert deployment.get(f"{rig.worker.http_url}/is_paused")["is_paused"]
+    assert rig.worker_is_paused()
 
     status, answer = rig.fleet_call("resume_generation", {})
     assert status == 200, answer
     assert rig.sidecar_call("control/is_paused") == {"is_paused": False}
-    assert not deployment.get(f"{rig.worker.http_url}/is_paused")["is_paused"]
+    assert not rig.worker_is_paused()
 
 
 def test_one_label_reaches_both(rig: Rig) -> None:

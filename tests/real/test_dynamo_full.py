@@ -132,27 +132,10 @@ def test_a_vllm_server_behind_our_worker_answers_as_it_does_without_dynamo(tmp_p
 
 
 def test_vllm_in_our_worker_answers_as_it_does_without_dynamo(tmp_path: Path) -> None:
-    """Dynamo's runtime alone, without its other packages, beside vLLM's environment."""
-    kv, beside = tmp_path / "kv", tmp_path / "beside"
-    beside.mkdir()
-    (found,) = (processes.DYNAMO_ENV / "lib").glob("python3*/site-packages/dynamo")
-    (beside / "dynamo").symlink_to(found)
-    python = processes.VLLM_ENV / "bin" / "python"
-    engine = ["--engine", "vllm", "--model", str(shared_model("qwen3")), "--served-model-name", "roll"]
-    engine += ["--dtype", "float32", "--max-model-len", "2048"]
-    environment = processes.VLLM_SETTINGS | {"PATH": f"{python.parent}:{os.environ['PATH']}", "PYTHONPATH": str(beside)}
+    kv = tmp_path / "kv"
     with (
         deployment.frontend(kv, tmp_path / "frontend.log") as theirs,
-        deployment.worker(
-            kv,
-            tmp_path / "vllm.log",
-            engine=engine,
-            arguments=["--", "--enforce-eager", "--block-size", "32"],
-            environment=environment,
-            card="qwen3",
-            python=python,
-            start_s=180,
-        ) as worker,
+        deployment.vllm_worker(kv, tmp_path / "vllm.log", model=shared_model("qwen3")) as worker,
     ):
         deployment.until(lambda: deployment.models(theirs), theirs.log)
         answers_alike(theirs, worker)

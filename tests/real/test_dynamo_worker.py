@@ -6,8 +6,10 @@ import itertools
 import json
 import random
 import socket
+import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,6 +17,9 @@ from tests.models.qwen_features import image_fields, payload
 from tests.models.tiny import IMAGE_PAD_ID, shared_model
 from tests.real import dynamo_deployment as deployment
 from tests.real import processes
+
+from rollplane import Client, DynamoClient
+from rollplane.client.options import GenerateOptions
 
 pytestmark = pytest.mark.timeout(150)
 
@@ -35,6 +40,7 @@ class Rig:
     ours: processes.Server
     workers: list[processes.Server]
     adapter: str
+    store: Path
 
 
 @pytest.fixture(scope="module")
@@ -50,7 +56,7 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     ):
         deployment.until(lambda: "roll" in deployment.models(theirs), root / "frontend.log")
         deployment.until(lambda: deployment.standing(ours) == [None, None], root / "own.log")
-        yield Rig(theirs, ours, [a, b], adapter)
+        yield Rig(theirs, ours, [a, b], adapter, store)
 
 
 def same(theirs: Any, ours: Any) -> None:
@@ -108,6 +114,28 @@ def test_both_frontends_answer_alike(rig: Rig, body: dict[str, Any]) -> None:
     assert theirs["prompt_logprobs"] == without_texts(ours["prompt_logprobs"])
 
 
+async def test_our_client_reads_through_dynamo_what_it_reads_from_us(rig: Rig) -> None:
+    """All arrays, alternatives, prompt log-probabilities, routes, masks, versions and reasons to stop."""
+    options: GenerateOptions = {
+        "model": "roll",
+        "sampling_params": {"max_tokens": 9, "top_k": 7, "seed": 4, "n": 2, "logprobs": 3, "prompt_logprobs": 2},
+        "features": FEATURES,
+        "request_id": "twice",
+        "return_token_ids": True,
+        "echo_sampling": True,
+    }
+    async with DynamoClient(rig.theirs.http_url) as theirs, Client(rig.ours.http_url) as ours:
+        through, direct = await theirs.generate(PROMPT, **options), await ours.generate(PROMPT, **options)
+
+    assert through.choices[0].routed_experts is not None
+    assert through.choices[0].sampling_mask is not None
+    assert through.prompt_logprobs is not None
+    assert through.model == direct.model == "roll"
+    assert deployment.comparable(through) == deployment.comparable(direct)
+    assert through.served_by.effective_sampling == direct.served_by.effective_sampling
+    assert through.usage.prompt_tokens == direct.usage.prompt_tokens
+
+
 @pytest.mark.parametrize(
     ("body", "says"),
     [
@@ -136,6 +164,29 @@ def test_the_frontends_request_id_is_the_workers(rig: Rig) -> None:
     assert answer["request_id"] == "mine"
 
 
+def test_the_models_card_says_what_the_engine_has(rig: Rig) -> None:
+    cards = [json.loads(path.read_text()) for path in (rig.store / "v1" / "mdc").rglob("*") if path.is_file()]
+
+    assert len(cards) == 2
+    for card in cards:
+        found = json.dumps(card)
+        told = deep(card)
+        assert told["context_length"] == 4096, found
+        assert told["kv_cache_block_size"] == 16, found
+        assert told["total_kv_blocks"] == 65_536, found
+        assert told["max_num_seqs"] == 256, found
+        assert told["vllm_inference_v1_generate"] in (True, "true"), found
+        assert told["vllm_enable_tower_connector_lora"] in (False, "false"), found
+
+
+def deep(tree: Any) -> dict[str, Any]:
+    """Every plain member of a tree by its name, whatever it stands in."""
+    found: dict[str, Any] = {}
+    for name, value in tree.items() if isinstance(tree, dict) else ():
+        found |= deep(value) if isinstance(value, dict) else {name: value}
+    return found
+
+
 def test_completions_are_tokenized_by_dynamo_and_made_by_us(rig: Rig) -> None:
     body = {"model": "roll", "prompt": "def answer", "max_tokens": 6, "seed": 1, "logprobs": 1}
     status, answer = deployment.post(f"{rig.theirs.http_url}/v1/completions", body)
@@ -144,6 +195,29 @@ def test_completions_are_tokenized_by_dynamo_and_made_by_us(rig: Rig) -> None:
     assert answer["usage"]["completion_tokens"] == 6
     assert answer["choices"][0]["finish_reason"] == "length"
     assert len(answer["choices"][0]["logprobs"]["token_logprobs"]) == 6
+
+
+def test_a_chat_streams_and_ends_at_dynamos_stop_string(rig: Rig) -> None:
+    chat = {"model": "roll", "messages": [{"role": "user", "content": "answer"}], "max_tokens": 40, "seed": 1}
+    url = f"{rig.theirs.http_url}/v1/chat/completions"
+    status, whole = deployment.post(url, {**chat, "temperature": 0.8})
+    assert status == 200, whole
+    text = whole["choices"][0]["message"]["content"]
+    stop = text[len(text) // 2 : len(text) // 2 + 2]
+
+    status, cut = deployment.post(url, {**chat, "temperature": 0.8, "stop": [stop]})
+    assert status == 200, cut
+    assert cut["choices"][0]["message"]["content"] == text[: text.index(stop)]
+    assert cut["choices"][0]["finish_reason"] == "stop"
+    deployment.until(lambda: all(running(worker) == 0 for worker in rig.workers), rig.theirs.log, timeout_s=10)
+
+    data = json.dumps({**chat, "temperature": 0.8, "stream": True}).encode()
+    request = urllib.request.Request(url, data, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=30) as answered:
+        lines = [line[6:] for line in answered.read().decode().splitlines() if line.startswith("data: ")]
+    assert lines[-1] == "[DONE]"
+    deltas = [choice["delta"].get("content") or "" for line in lines[:-1] for choice in json.loads(line)["choices"]]
+    assert "".join(deltas) == text
 
 
 @pytest.mark.parametrize("scope", [{}, {"cache_salt": "v7"}, {"features": IMAGE}], ids=["text", "salt", "image"])
@@ -223,27 +297,35 @@ def test_an_update_of_the_fleet_shows_in_the_versions_of_rollouts_through_dynamo
 
 
 @pytest.fixture(scope="module")
-def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[processes.Server, processes.Server]]:
-    """A frontend and one worker that takes its time, and returns what an abort leaves."""
+def slow(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[processes.Server, processes.Server, int]]:
+    """A frontend and one worker that takes its time, returns what an abort leaves, takes large requests; its system port."""
+    (system_port,) = processes.free_ports(1)
     root = tmp_path_factory.mktemp("dynamo-slow")
     engine = ("--engine", "mock", "--served-model-name", "roll")
     arguments = ["--engine-option", "step_s=0.05", "--engine-option", "vocab_tokens=1024"]
-    arguments += ["--partial-rollouts", "length", "--max-hold-s", "0.5"]
+    arguments += ["--partial-rollouts", "length", "--max-hold-s", "0.5", "--max-feature-bytes", str(64 * 2**20)]
+    arguments += ["--max-body-bytes", str(128 * 2**20)]
     arguments += ["--engine-option", 'faults=[{"kind":"fail","request_id":"to-fail"}]']
     with (
-        deployment.frontend(root / "kv", root / "frontend.log", mode="round-robin") as theirs,
-        deployment.worker(root / "kv", root / "slow.log", engine=engine, arguments=arguments) as worker,
+        deployment.frontend(root / "kv", root / "frontend.log", mode="round-robin", environment=LARGE) as theirs,
+        deployment.worker(
+            root / "kv",
+            root / "slow.log",
+            engine=engine,
+            arguments=arguments,
+            environment=LARGE | {"DYN_SYSTEM_PORT": str(system_port)},
+        ) as worker,
     ):
         deployment.until(lambda: "roll" in deployment.models(theirs), theirs.log)
-        yield theirs, worker
+        yield theirs, worker, system_port
 
 
 def running(worker: processes.Server) -> int:
     return int(deployment.get(f"{worker.http_url}/health")["running"])
 
 
-def test_a_caller_who_hangs_up_ends_the_engines_work(slow: tuple[processes.Server, processes.Server]) -> None:
-    theirs, worker = slow
+def test_a_caller_who_hangs_up_ends_the_engines_work(slow: tuple[processes.Server, processes.Server, int]) -> None:
+    theirs, worker, _ = slow
     body = json.dumps({"model": "roll", "token_ids": PROMPT, "sampling_params": {"max_tokens": 3000}}).encode()
     with socket.create_connection(("127.0.0.1", theirs.http_port)) as connection:
         head = "POST /inference/v1/generate HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
@@ -253,9 +335,9 @@ def test_a_caller_who_hangs_up_ends_the_engines_work(slow: tuple[processes.Serve
 
 
 def test_an_aborted_rollout_comes_back_as_length_with_the_truth_beside_it(
-    slow: tuple[processes.Server, processes.Server],
+    slow: tuple[processes.Server, processes.Server, int],
 ) -> None:
-    theirs, worker = slow
+    theirs, worker, _ = slow
     body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 3000, "ignore_eos": True}}
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         asked = pool.submit(deployment.generate, theirs, body, **{"X-Request-Id": "to-abort"})
@@ -271,9 +353,9 @@ def test_an_aborted_rollout_comes_back_as_length_with_the_truth_beside_it(
 
 
 def test_a_busy_worker_is_a_503_and_serves_the_next_request_at_once(
-    slow: tuple[processes.Server, processes.Server],
+    slow: tuple[processes.Server, processes.Server, int],
 ) -> None:
-    theirs, worker = slow
+    theirs, worker, _ = slow
     body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1}}
     assert deployment.post(f"{worker.http_url}/engine/pause_generation", {})[0] == 200
     status, answer = deployment.generate(theirs, body)
@@ -284,8 +366,10 @@ def test_a_busy_worker_is_a_503_and_serves_the_next_request_at_once(
     assert status == 200, answer
 
 
-def test_one_failed_request_is_a_500_and_leaves_the_worker_in(slow: tuple[processes.Server, processes.Server]) -> None:
-    theirs, worker = slow
+def test_one_failed_request_is_a_500_and_leaves_the_worker_in(
+    slow: tuple[processes.Server, processes.Server, int],
+) -> None:
+    theirs, worker, _ = slow
     body = {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1}}
     status, _ = deployment.generate(theirs, body, **{"X-Request-Id": "to-fail"})
     assert status == 500
@@ -293,3 +377,37 @@ def test_one_failed_request_is_a_500_and_leaves_the_worker_in(slow: tuple[proces
 
     status, answer = deployment.generate(theirs, body)
     assert status == 200, answer
+
+
+LARGE = {"DYN_TCP_MAX_MESSAGE_SIZE": str(128 * 2**20), "DYN_HTTP_BODY_LIMIT_MB": "128"}
+
+
+def large_body(megabytes: int) -> dict[str, Any]:
+    """A request with an image of so many million bytes on the wire."""
+    content = payload(pixels=b"\0" * (megabytes * 750_000))
+    features = {**FEATURES, "kwargs_data": {"image": [base64.b64encode(content).decode()]}}
+    return {"token_ids": PROMPT, "sampling_params": {"max_tokens": 1}, "features": features}
+
+
+@pytest.mark.parametrize("megabytes", [40, 60])
+def test_a_request_above_dynamos_limits_is_served_where_they_are_raised_on_both_sides(
+    slow: tuple[processes.Server, processes.Server, int], megabytes: int
+) -> None:
+    theirs, _, _ = slow
+    status, answer = deployment.generate(theirs, large_body(megabytes))
+
+    assert status == 200, answer
+    assert len(answer["choices"][0]["token_ids"]) == 1
+
+
+def test_a_request_above_the_default_limit_is_refused(rig: Rig) -> None:
+    assert deployment.generate(rig.theirs, large_body(40))[0] == 400
+
+
+def test_dynamos_own_server_in_the_worker_is_on_loopback(
+    slow: tuple[processes.Server, processes.Server, int],
+) -> None:
+    _, _, port = slow
+    table = [line.split()[1] for line in Path("/proc/net/tcp").read_text().splitlines()[1:] if line.split()[3] == "0A"]
+
+    assert [where for where in table if where.endswith(f":{port:04X}")] == [f"0100007F:{port:04X}"]

@@ -1,8 +1,8 @@
-"""A Generate request as a trainer writes it: the msgpack body, the headers, and what the answer must look like."""
+"""A Generate request as a trainer writes it: the body, the headers, and what the answer must look like."""
 
 import uuid
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 import numpy as np
@@ -11,12 +11,22 @@ from rollplane.errors import InvalidRequest
 from rollplane.fold import FoldPlan
 from rollplane.protocol.arrays import INT32_MAX, Int32Array, msgpack_encoder
 from rollplane.protocol.features import MediaItem, features_envelope
-from rollplane.protocol.request import MSGPACK
+from rollplane.protocol.request import JSON, MSGPACK
 
 TokenIds = Sequence[int] | np.ndarray[Any, Any]
 Features = Mapping[str, Any] | Iterable[MediaItem]
 
-_encoder = msgpack_encoder()
+Encoder = msgspec.msgpack.Encoder | msgspec.json.Encoder
+
+
+def _as_list(obj: Any) -> Any:
+    if isinstance(obj, (np.ndarray, np.generic)):
+        return obj.tolist()
+    raise NotImplementedError(f"{type(obj).__name__} does not cross the wire")
+
+
+ENCODERS: Final[dict[str, Encoder]] = {MSGPACK: msgpack_encoder(), JSON: msgspec.json.Encoder(enc_hook=_as_list)}
+"""Content type -> what writes it."""
 
 
 class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -32,6 +42,7 @@ class GenerateBody(msgspec.Struct, frozen=True, kw_only=True):
 def make_body(
     token_ids: TokenIds,
     *,
+    wire: str = MSGPACK,
     sampling_params: Mapping[str, Any] | None = None,
     request_id: str | None = None,
     model: str | None = None,
@@ -56,7 +67,7 @@ def make_body(
     data_parallel_rank: int | None = None,
     extra: Mapping[str, Any] | None = None,
 ) -> GenerateBody:
-    """Write a request; `Client.generate` describes the arguments.
+    """Write a request; `Client.generate` describes the arguments, `wire` is the body's content type.
 
     Raises:
         InvalidRequest: token ids that are not integers in [0, 2**31 - 1], or an `extra` field with a name of ours.
@@ -98,14 +109,14 @@ def make_body(
         if name in fields:
             raise InvalidRequest(f"extra.{name} is a field of its own; pass it by name", param=f"extra.{name}")
         fields[name] = value
-    headers = {"Content-Type": MSGPACK}
+    headers = {"Content-Type": wire}
     if idempotency_key is not None:
         headers["Idempotency-Key"] = idempotency_key
     if data_parallel_rank is not None:
         headers["X-data-parallel-rank"] = str(data_parallel_rank)
     return GenerateBody(
         request_id=rid,
-        content=_encoder.encode({name: value for name, value in fields.items() if value is not None}),
+        content=ENCODERS[wire].encode({name: value for name, value in fields.items() if value is not None}),
         headers=headers,
         plan=FoldPlan(
             request_id=rid,

@@ -4,48 +4,13 @@ from collections.abc import Iterator
 from typing import Any, Final
 
 import msgspec
-import numpy as np
 
-from rollplane.errors import EngineProtocolError, TransportError, error_from_body
+from rollplane.client.json_choice import JsonChoice, mask_of, routes_of, token_logprobs
+from rollplane.errors import TransportError, error_from_body
 from rollplane.protocol.arrays import Int32Array, dec_hook
-from rollplane.protocol.artifacts import (
-    Alternatives,
-    RoutedExperts,
-    SamplingMask,
-    TokenLogprobs,
-    decode_routes_npy,
-    decode_routes_structured,
-)
-from rollplane.protocol.events import ChoiceEvent, EndEvent, Event, FinishReason, PromptEvent, ServedBy
-from rollplane.protocol.versions import PolicySpan
+from rollplane.protocol.events import ChoiceEvent, EndEvent, Event, PromptEvent, ServedBy
 
 MAX_LINE_BYTES: Final = 1 << 30
-TOKEN_PREFIX: Final = "token_id:"
-
-
-class _Top(msgspec.Struct):
-    token: str
-    logprob: float
-
-
-class _Position(msgspec.Struct):
-    logprob: float
-    top_logprobs: list[_Top] = msgspec.field(default_factory=list)
-
-
-class _Logprobs(msgspec.Struct):
-    content: list[_Position]
-
-
-class _Choice(msgspec.Struct):
-    index: int
-    token_ids: Int32Array
-    logprobs: _Logprobs | None = None
-    finish_reason: FinishReason | None = None
-    stop_reason: int | str | None = None
-    routed_experts: dict[str, Any] | str | None = None
-    sampling_mask: list[list[int]] | None = None
-    policy_versions: list[PolicySpan] | None = None
 
 
 class _Details(msgspec.Struct):
@@ -59,7 +24,7 @@ class _Usage(msgspec.Struct):
 
 class _Chunk(msgspec.Struct):
     model: str | None = None
-    choices: list[_Choice] = msgspec.field(default_factory=list)
+    choices: list[JsonChoice] = msgspec.field(default_factory=list)
     error: dict[str, Any] | None = None
     usage: _Usage | None = None
     rollplane: ServedBy | None = None
@@ -146,56 +111,14 @@ class StreamReader:
         for choice in chunk.choices:
             yield self._event(choice)
 
-    def _event(self, choice: _Choice) -> ChoiceEvent:
-        routes = choice.routed_experts
-        try:
-            experts: RoutedExperts | None = None
-            if isinstance(routes, dict):
-                experts = decode_routes_structured(routes)
-            elif routes is not None:
-                experts = decode_routes_npy(routes, start=self._routes_start)
-        except ValueError as error:
-            raise EngineProtocolError(f"choice {choice.index}: {error}") from None
+    def _event(self, choice: JsonChoice) -> ChoiceEvent:
         return ChoiceEvent(
             index=choice.index,
             token_ids=choice.token_ids,
-            logprobs=None if choice.logprobs is None else _logprobs(choice.logprobs.content),
+            logprobs=None if choice.logprobs is None else token_logprobs(choice.logprobs.content),
             finish_reason=choice.finish_reason,
             stop_reason=choice.stop_reason,
-            routed_experts=experts,
-            sampling_mask=None if choice.sampling_mask is None else _mask(choice.sampling_mask),
+            routed_experts=routes_of(choice, start=self._routes_start),
+            sampling_mask=None if choice.sampling_mask is None else mask_of(choice.sampling_mask),
             policy_versions=choice.policy_versions or [],
         )
-
-
-def _logprobs(content: list[_Position]) -> TokenLogprobs:
-    values = np.array([position.logprob for position in content], dtype=np.float32)
-    tops = [top for position in content for top in position.top_logprobs]
-    if not tops:
-        return TokenLogprobs(values=values)
-    counts = np.array([len(position.top_logprobs) for position in content], dtype=np.int32)
-    offsets = np.concatenate([np.zeros(1, dtype=np.int32), counts.cumsum(dtype=np.int32)])
-    # JSON carries alternatives in order of rank and not the rank itself.
-    ranks = np.arange(1, len(tops) + 1, dtype=np.int32) - np.repeat(offsets[:-1], counts)
-    return TokenLogprobs(
-        values=values,
-        alternatives=Alternatives(
-            ids=np.array([_token_id(top.token) for top in tops], dtype=np.int32),
-            values=np.array([top.logprob for top in tops], dtype=np.float32),
-            ranks=ranks.astype(np.int32),
-            offsets=offsets,
-        ),
-    )
-
-
-def _token_id(text: str) -> int:
-    digits = text.removeprefix(TOKEN_PREFIX)
-    if digits == text or not digits.isascii() or not digits.isdigit():
-        raise EngineProtocolError(f"a top logprob names its token {text[:64]!r}, not {TOKEN_PREFIX}<id>")
-    return int(digits)
-
-
-def _mask(rows: list[list[int]]) -> SamplingMask:
-    counts = np.array([len(row) for row in rows], dtype=np.int32)
-    offsets = np.concatenate([np.zeros(1, dtype=np.int32), counts.cumsum(dtype=np.int32)])
-    return SamplingMask(ids=np.array([i for row in rows for i in row], dtype=np.int32), offsets=offsets)

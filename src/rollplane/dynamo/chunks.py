@@ -72,12 +72,15 @@ def passthrough(response: GenerateResponse) -> dict[str, Any]:
         for choice in response.choices
     ]
     tree["usage"] = usage_tree(response.usage)
+    tree["model"], tree["created"] = response.model, response.created
     if response.prompt_token_ids is not None:
         tree["prompt_token_ids"] = response.prompt_token_ids.tolist()
     if response.mm_placeholders is not None:
         tree["mm_placeholders"] = response.mm_placeholders
-    if response.ec_transfer_params is not None:
-        tree["ec_transfer_params"] = response.ec_transfer_params
+    for name in ("ec_transfer_params", "metrics", "prompt_token_id_logprobs"):
+        value = getattr(response, name)
+        if value is not None:
+            tree[name] = value
     return tree
 
 

@@ -99,16 +99,31 @@ class Runtime:
         """The worker could not join, for this reason."""
         self._failure = reason
 
+    def about(self, info: EngineInfo) -> None:
+        """Take the facts that the model is registered with.
+
+        Raises:
+            InvalidRequest: a setting contradicts them.
+        """
+        asked = self.settings.block_tokens
+        if asked is not None and info.block_tokens is not None and asked != info.block_tokens:
+            raise InvalidRequest(
+                f"dynamo.block_tokens is {asked}, the engine's KV blocks have {info.block_tokens} tokens",
+                param="dynamo.block_tokens",
+            )
+        self._info = info
+
     def open(self, info: EngineInfo) -> None:
         """Connect to the deployment's discovery.
 
         Raises:
+            InvalidRequest: a setting that contradicts the engine, or that Dynamo cannot read.
             EngineFailed: it cannot be reached.
         """
+        self.about(info)
         os.environ.update(check_environment(os.environ))
         from dynamo.runtime import DistributedRuntime
 
-        self._info = info
         try:
             self._runtime = DistributedRuntime(
                 asyncio.get_running_loop(),
@@ -131,7 +146,7 @@ class Runtime:
     @property
     def block_tokens(self) -> int:
         """The block size that the model is registered with."""
-        return self._facts.block_tokens or UNBLOCKED_TOKENS
+        return self._facts.block_tokens or self.settings.block_tokens or UNBLOCKED_TOKENS
 
     async def serve(self, endpoint: Endpoint, *, describe: Callable[[], dict[str, Any]]) -> None:
         """Register the base model and serve both endpoints; returns once they are registered.

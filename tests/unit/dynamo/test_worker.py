@@ -8,12 +8,14 @@ import pytest
 from tests.unit.rl.test_adapters import write_adapter
 from tests.waiting import until
 
+from rollplane.config import DynamoSettings
 from rollplane.dynamo.kv_pump import KvPump
-from rollplane.dynamo.runtime import check_environment, rl_endpoint_of
+from rollplane.dynamo.runtime import Runtime, check_environment, rl_endpoint_of
 from rollplane.dynamo.worker import DynamoWorker
 from rollplane.engines.mock.engine import MockEngine
 from rollplane.engines.mock.settings import MockSettings
 from rollplane.errors import EngineFailed, InvalidRequest, RollplaneError
+from rollplane.protocol.info import Capabilities, EngineInfo
 from rollplane.testing import answer, make_request
 
 PROMPT = list(range(100, 148))  # three blocks of 16
@@ -226,3 +228,25 @@ def test_dynamos_own_system_server_is_on_loopback_unless_told_otherwise() -> Non
 def test_a_system_port_that_dynamo_cannot_read_is_refused() -> None:
     with pytest.raises(InvalidRequest, match="at most 32767"):
         check_environment({"DYN_SYSTEM_PORT": "40000"})
+
+
+@pytest.mark.parametrize(("asked", "has", "found"), [(None, None, 16), (32, None, 32), (None, 32, 32), (32, 32, 32)])
+def test_a_model_is_registered_with_its_engines_block_size_or_the_one_that_was_set(
+    asked: int | None, has: int | None, found: int
+) -> None:
+    runtime = Runtime(DynamoSettings(block_tokens=asked), model_path="unread")
+    runtime.about(info(block_tokens=has))
+    assert runtime.block_tokens == found
+
+
+def test_a_block_size_that_the_engine_contradicts_is_refused() -> None:
+    runtime = Runtime(DynamoSettings(block_tokens=16), model_path="unread")
+    with pytest.raises(InvalidRequest, match=r"dynamo\.block_tokens is 16, the engine's KV blocks have 32"):
+        runtime.about(info(block_tokens=32))
+
+
+def info(**facts: Any) -> EngineInfo:
+    return EngineInfo(
+        engine="mock", model="m", max_model_len=64, vocab_bound=8, max_num_seqs=1,
+        capabilities=Capabilities(logprobs_mode="raw"), **facts,
+    )  # fmt: skip

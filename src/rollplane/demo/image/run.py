@@ -1,15 +1,16 @@
 """The image run: a policy that sees learns to name colours, through preprocessed features all the way.
 
-    python -m rollplane.demo.image.run [--out runs/image] [--seed 0] [--json FILE]
+    python -m rollplane.demo.image.run [--out runs/image] [--seed 0] [--json FILE] [--through dynamo]
 
 vLLM's render route makes features of four pictures and is stopped; then a frontend, our gRPC sidecar and vLLM's Rust server
-serve the policy. The task is verifiable: see a picture, say its colour's letter. Three steps, each: roll out on every picture,
+serve the policy; or, through dynamo, NVIDIA Dynamo's frontend and our worker on its runtime before the same server. The task is verifiable: see a picture, say its colour's letter. Three steps, each: roll out on every picture,
 hold the trainer's log-probabilities to the engine's, train a LoRA on the same pixels, load it as the adapter's next
 generation, and ask the same probe as before the update. Rollouts and adapters stay in `out`.
 """
 
 import argparse
 import asyncio
+import contextlib
 import json
 import sys
 from pathlib import Path
@@ -23,12 +24,14 @@ from numpy.typing import NDArray
 
 from rollplane.client.admin import AdminClient
 from rollplane.client.client import Client
+from rollplane.client.dynamo import DynamoClient
 from rollplane.client.replay import mismatch
+from rollplane.demo.image.dynamo import dynamo_deployment
 from rollplane.demo.image.model import DIRECTORY, IMAGE_PIXELS, SPECIAL_TOKENS, make_policy
 from rollplane.demo.image.pictures import COLOURS, Rendered, render
 from rollplane.demo.image.servers import SidecarFleet, renderer, rust_server
 from rollplane.demo.image.trainer import Trainer
-from rollplane.errors import InvalidRequest, RollplaneError
+from rollplane.errors import InvalidRequest, RollplaneError, Unavailable
 
 ADAPTER: Final = "seer"
 STEPS: Final = 3
@@ -39,6 +42,10 @@ KL_LIMIT: Final = 1e-3
 PREVIOUS_RATIO: Final = 50.0
 PROBE_CHOICES, PROBE_SEED = 8, 7
 REQUEST_S: Final = 120.0
+LISTED_TRIES, LISTED_PAUSE_S = 200, 0.1
+"""A deployment's frontend learns of a new adapter a moment after the worker has it."""
+
+Rollouts = Client | DynamoClient
 
 
 class ImageStep(msgspec.Struct, kw_only=True):
@@ -95,6 +102,7 @@ def run_image(
     *,
     vllm_env: Path = Path(".venv-vllm"),
     vllm_rs: Path = Path(".cache/vllm-rs/vllm-rs-0.31.0"),
+    dynamo_env: Path | None = None,
     seed: int = 0,
 ) -> ImageReport:
     """The whole run; about two minutes on two cores, most of it two starts of vLLM.
@@ -103,9 +111,11 @@ def run_image(
         out: directory of the run, made here; absent or empty.
         vllm_env: an environment with vLLM 0.31 (`scripts/make_vllm_env.sh`).
         vllm_rs: the binary of vLLM's Rust server (`scripts/fetch_vllm_rs.sh`).
+        dynamo_env: an environment with Dynamo (`scripts/make_dynamo_env.sh`): the rollouts go through its frontend. None: through
+            a frontend of ours.
 
     Raises:
-        InvalidRequest: `out` holds something, or vLLM is missing.
+        InvalidRequest: `out` holds something, or a part is missing.
         Unavailable: a server did not start, with the end of its log.
     """
     out = out.resolve()
@@ -121,14 +131,32 @@ def run_image(
         pictures = render(url, model=str(model), side=IMAGE_PIXELS)
     (out / "pictures.json").write_bytes(msgspec.json.encode(pictures))
     trainer = Trainer(model, pictures=pictures, support=support(), seed=seed)
-    with (
-        rust_server(model, vllm_env=vllm_env, vllm_rs=vllm_rs, adapters=adapters, log=out / "vllm-rs.log") as (
-            grpc,
-            http,
-        ),
-        SidecarFleet(model, grpc_endpoint=grpc, http_endpoint=http, root=adapters, log=out / "fleet.log") as fleet,
-    ):
-        report = asyncio.run(_learn(fleet.base_url, trainer, pictures, out=out, seed=seed))
+    with contextlib.ExitStack() as stack:
+        grpc, http = stack.enter_context(
+            rust_server(model, vllm_env=vllm_env, vllm_rs=vllm_rs, adapters=adapters, log=out / "vllm-rs.log")
+        )
+        if dynamo_env is None:
+            fleet = stack.enter_context(
+                SidecarFleet(model, grpc_endpoint=grpc, http_endpoint=http, root=adapters, log=out / "fleet.log")
+            )
+            rollouts: Rollouts = Client(fleet.base_url, timeout_s=REQUEST_S)
+            admin = AdminClient(fleet.base_url)
+        else:
+            urls = stack.enter_context(
+                dynamo_deployment(
+                    model,
+                    dynamo_env=dynamo_env.absolute(),
+                    grpc_endpoint=grpc,
+                    http_endpoint=http,
+                    root=adapters,
+                    logs=out,
+                )
+            )
+            rollouts = DynamoClient(urls.frontend_url, timeout_s=REQUEST_S)
+            admin = AdminClient(urls.worker_url)
+        report = asyncio.run(_learn(rollouts, admin, trainer, pictures, out=out, seed=seed))
+    if dynamo_env is not None:
+        report.name = "image-dynamo"
     (out / "report.json").write_text(json.dumps(report.plain(), indent=1) + "\n")
     return report
 
@@ -143,10 +171,13 @@ def letter_id(letter: str) -> int:
     return len(SPECIAL_TOKENS) + ord(letter) - ord("!")
 
 
-async def _learn(base_url: str, trainer: Trainer, pictures: list[Rendered], *, out: Path, seed: int) -> ImageReport:
+async def _learn(
+    rollouts: Rollouts, administration: AdminClient, trainer: Trainer, pictures: list[Rendered], *, out: Path, seed: int
+) -> ImageReport:
     steps: list[ImageStep] = []
-    async with Client(base_url, timeout_s=REQUEST_S) as client, AdminClient(base_url) as admin:
+    async with rollouts as client, administration as admin:
         generation = await _publish(trainer, admin, out / "adapters" / "v0")
+        await _until_listed(client)
         generations = {"v0": generation}
         rollout = await sample(client, pictures, choices=CHOICES, seed=1000 * seed)
         probe = await sample(client, pictures, choices=PROBE_CHOICES, seed=PROBE_SEED)
@@ -221,7 +252,15 @@ async def _publish(trainer: Trainer, admin: AdminClient, path: Path) -> int:
     return record.generation
 
 
-async def sample(client: Client, pictures: list[Rendered], *, choices: int, seed: int) -> Sampled:
+async def _until_listed(client: Rollouts) -> None:
+    for _ in range(LISTED_TRIES):
+        if ADAPTER in {card["id"] for card in await client.models()}:
+            return
+        await asyncio.sleep(LISTED_PAUSE_S)
+    raise Unavailable(f"{client!r} did not list the adapter {ADAPTER!r} after it was loaded")
+
+
+async def sample(client: Rollouts, pictures: list[Rendered], *, choices: int, seed: int) -> Sampled:
     """Ask about every picture at once.
 
     Raises:
@@ -299,9 +338,12 @@ def main() -> int:
     parser.add_argument("--out", type=Path, default=Path("runs/image"))
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path)
+    parser.add_argument("--through", choices=["rollplane", "dynamo"], default="rollplane", help="whose frontend")
+    parser.add_argument("--dynamo-env", type=Path, default=Path(".venv-dynamo"))
     arguments = parser.parse_args()
+    dynamo_env = arguments.dynamo_env if arguments.through == "dynamo" else None
     try:
-        report = run_image(arguments.out, seed=arguments.seed)
+        report = run_image(arguments.out, dynamo_env=dynamo_env, seed=arguments.seed)
     except RollplaneError as error:
         sys.stderr.write(f"{error.message}\n")
         return 2

@@ -55,7 +55,7 @@ def running(words: Sequence[str], *, log: Path, environment: Mapping[str, str], 
 def renderer(model: Path, *, vllm_env: Path, log: Path) -> Iterator[str]:
     """vLLM's render server, which loads no weights; its base URL. About 15 s to start."""
     (port,) = free_ports(1)
-    words = [str(_there(vllm_env / "bin" / "vllm")), "launch", "render", str(model), "--port", str(port)]
+    words = [str(there(vllm_env / "bin" / "vllm")), "launch", "render", str(model), "--port", str(port)]
     words += ["--max-model-len", "1024", "--dtype", "float32", "--limit-mm-per-prompt", '{"image":1,"video":0}']
     words += ["--no-mm-device-do-normalize"]  # normalised pixels in the features, as other renderers send them
     url = f"http://127.0.0.1:{port}"
@@ -67,7 +67,7 @@ def renderer(model: Path, *, vllm_env: Path, log: Path) -> Iterator[str]:
 def rust_server(model: Path, *, vllm_env: Path, vllm_rs: Path, adapters: Path, log: Path) -> Iterator[tuple[str, str]]:
     """vLLM's Rust server over one engine on the CPU; its gRPC address and its HTTP base URL. About 30 s to start."""
     http_port, grpc_port = free_ports(2)
-    words = [str(_there(vllm_rs)), "serve", str(model), "--port", str(http_port), "--grpc-port", str(grpc_port)]
+    words = [str(there(vllm_rs)), "serve", str(model), "--port", str(http_port), "--grpc-port", str(grpc_port)]
     words += ["--enable-scale-out", "--", "--enforce-eager", "--dtype", "float32", "--max-model-len", "1024"]
     words += ["--block-size", "32", "--limit-mm-per-prompt", '{"image":1,"video":0}', "--no-mm-device-do-normalize"]
     words += ["--logprobs-mode", "processed_logprobs", "--enable-lora", "--max-loras", "2", "--max-cpu-loras", "6"]
@@ -126,9 +126,14 @@ def _environment(vllm_env: Path) -> dict[str, str]:
     return VLLM_SETTINGS | {"PATH": f"{vllm_env / 'bin'}:{os.environ.get('PATH', '')}"}
 
 
-def _there(path: Path) -> Path:
+def there(path: Path, *, made_by: str = "make vllm-env") -> Path:
+    """The path.
+
+    Raises:
+        InvalidRequest: nothing is there.
+    """
     if not path.exists():
-        raise InvalidRequest(f"{path} is missing: `make vllm-env` makes it")
+        raise InvalidRequest(f"{path} is missing: `{made_by}` makes it")
     return path
 
 

@@ -75,6 +75,7 @@ class MockVllmServer:
         whole: streams too are made in one go by the engine before they are cut: with None, one message has the answer.
         model_id: what GetModelInfo names as the model, a directory for clients that read it; the engine's name if None.
         world_size: what GetServerInfo reports; 0 as older servers do.
+        data_parallel_size: ranks that GetServerInfo reports; all are the one engine.
         multimodal: what GetModelInfo reports; None: whether the engine takes features.
         max_request_bytes: larger requests are refused.
         recorded_calls: how many of the last inference calls are kept in `calls`.
@@ -91,6 +92,7 @@ class MockVllmServer:
         whole: bool = False,
         model_id: str | None = None,
         world_size: int | None = None,
+        data_parallel_size: int = 1,
         multimodal: bool | None = None,
         max_request_bytes: int = MAX_REQUEST_BYTES,
         recorded_calls: int = 10_000,
@@ -111,6 +113,7 @@ class MockVllmServer:
         self._whole = whole
         self._model_id = model_id
         self._world_size = world_size
+        self._data_parallel_size = data_parallel_size
         self._multimodal = multimodal
         self._max_request_bytes = max_request_bytes
         self._credentials = credentials
@@ -253,10 +256,10 @@ class MockVllmServer:
             parallelism=control_pb2.ParallelismInfo(
                 tensor=1,
                 pipeline=1,
-                data=1,
+                data=self._data_parallel_size,
                 decode_context=1,
                 world_size=info.world_size if self._world_size is None else self._world_size,
-                data_parallel_size_local=1,
+                data_parallel_size_local=self._data_parallel_size,
             ),
             max_model_len=info.max_model_len,
             kv_block_size=info.block_tokens or 0,
