@@ -5,7 +5,8 @@
 #     scripts/add_dynamo_runtime.sh [DIR]      DIR defaults to .venv-vllm in the repository's root
 #
 # Nothing that is there is changed: Dynamo's packages come without their dependencies, of which those that are imported are
-# there or are installed by name. Under half a minute.
+# there or are installed by name. Dynamo's worker brings plugins for pytest and for vLLM, which are for it alone; so it is in a
+# directory of its own, DIR/dynamo-worker, that a process of it has in PYTHONPATH. Under half a minute.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/env_common.sh"
 
@@ -20,7 +21,9 @@ if is_current dynamo-runtime "$hash"; then
 else
     say "adding Dynamo's runtime $dynamo_version"
     forget_stage dynamo-runtime
-    pip_install --no-deps "ai-dynamo-runtime==$dynamo_version" "ai-dynamo==$dynamo_version" redis
+    pip_install --no-deps "ai-dynamo-runtime==$dynamo_version"
+    rm -rf "$env_dir/dynamo-worker"
+    pip_install --no-deps --target "$env_dir/dynamo-worker" "ai-dynamo==$dynamo_version" redis
     install_rollplane embedded grpc test
     "$env_python" -c 'import dynamo.llm, dynamo.runtime, peft, rollplane, torch'
     mark_current dynamo-runtime "$hash"

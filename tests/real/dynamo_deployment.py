@@ -122,6 +122,7 @@ def their_vllm_worker(
     command += ["--dtype", "float32", "--max-model-len", str(CONTEXT), "--enforce-eager"]
     command += ["--block-size", str(BLOCK_TOKENS), *arguments]
     settings = processes.VLLM_SETTINGS | {"PATH": f"{python.parent}:{os.environ['PATH']}", "DYN_SYSTEM_PORT": str(port)}
+    settings["PYTHONPATH"] = str(processes.VLLM_ENV / "dynamo-worker")
     settings |= processes.dynamo_settings(store) | dict(environment or {})
     with processes.running(command, log, environment=settings) as process:
         processes.wait_for_http(f"http://127.0.0.1:{port}/health", process, log, timeout_s=180)

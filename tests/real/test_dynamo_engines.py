@@ -233,6 +233,7 @@ async def test_after_a_kill_our_clients_calls_succeed(three: Three) -> None:
     deployment.until(lambda: len(deployment.get(listed)["workers"]) == 2, three.theirs.log)
 
 
+@pytest.mark.full
 def test_workers_of_one_model_whose_cards_differ_are_not_both_served(alone: Alone, tmp_path: Path) -> None:
     """Dynamo keeps the first; that the block size is one of what must be alike is why it can be set."""
     store = alone.theirs.log.parent / "kv"

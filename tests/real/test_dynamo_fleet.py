@@ -3,6 +3,7 @@
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -51,10 +52,11 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     mock += ["--ready-file", str(root / "mock.ready")]
     key = root / "admin.key"
     key.write_text(f"{KEY}\n")
+    keyed = ["--admin-key-file", str(key), "--root", str(Path(model).parent)]
     with (
         deployment.frontend(store, root / "frontend.log", mode="round-robin") as theirs,
         processes.running(mock, root / "mock.log", environment={}),
-        deployment.worker(store, root / "ours.log", card="qwen3", arguments=["--admin-key-file", str(key)]) as worker,
+        deployment.worker(store, root / "ours.log", card="qwen3", arguments=keyed) as worker,
     ):
         deployment.until((root / "mock.ready").exists, root / "mock.log")
         with deployment.sidecar(store, root / "sidecar.log", grpc_port=grpc_port) as sidecar:

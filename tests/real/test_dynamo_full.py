@@ -94,6 +94,30 @@ def test_a_worker_that_is_told_to_stop_finishes_what_it_has(tmp_path: Path) -> N
         assert len(answer["choices"][0]["token_ids"]) == 40
 
 
+def test_without_the_frontends_adapter_setting_a_worker_that_lacks_the_adapter_refuses(tmp_path: Path) -> None:
+    """Dynamo then sends its requests to every worker; none is answered by the base model."""
+    kv = tmp_path / "kv"
+    adapter = str(shared_model("lora", base=str(shared_model("qwen3")), seed=1))
+    with (
+        deployment.frontend(
+            kv, tmp_path / "f.log", mode="round-robin", environment={"DYN_LORA_ENABLED": "false"}
+        ) as theirs,
+        deployment.worker(kv, tmp_path / "a.log", engine=SLOW) as with_it,
+        deployment.worker(kv, tmp_path / "b.log", engine=SLOW),
+    ):
+        load = {"lora_name": "ad1", "source": {"uri": adapter}}
+        assert deployment.post(f"{with_it.http_url}/engine/load_lora", load)[0] == 200
+        deployment.until(lambda: "ad1" in deployment.models(theirs), theirs.log)
+        body = {"model": "ad1", "token_ids": PROMPT, "sampling_params": {"max_tokens": 2}}
+        answers = [deployment.generate(theirs, body) for _ in range(8)]
+        assert {status for status, _ in answers} == {200, 400}
+        for status, answer in answers:
+            if status == 200:
+                assert deployment.passed(answer)["worker"] == "a"
+            else:
+                assert "ad1" in answer["error"]["message"]
+
+
 SAMPLINGS: list[dict[str, Any]] = [
     {"max_tokens": 8, "temperature": 0, "logprobs": 2},
     {"max_tokens": 8, "temperature": 0, "prompt_logprobs": 1},

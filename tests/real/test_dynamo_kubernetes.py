@@ -37,7 +37,6 @@ def cluster(tmp_path: Path) -> Iterator[dict[str, str]]:
         yield KUBERNETES | {"KUBECONFIG": str(config)}
 
 
-@pytest.mark.full
 def test_frontend_and_worker_find_each_other_by_kubernetes(tmp_path: Path, cluster: dict[str, str]) -> None:
     kv = tmp_path / "unused"
     with deployment.frontend(kv, tmp_path / "f.log", environment=cluster | pod("frontend-0")) as theirs:

@@ -36,7 +36,13 @@ def rig(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Rig]:
     store, model = root / "kv", shared_model("qwen3")
     with (
         deployment.frontend(store, root / "frontend.log", mode="round-robin") as theirs,
-        deployment.their_vllm_worker(store, root / "theirs.log", model=model) as other,
+        deployment.their_vllm_worker(
+            store,
+            root / "theirs.log",
+            model=model,
+            arguments=["--enable-lora", "--max-loras", "2"],
+            environment={"DYN_LORA_ENABLED": "true"},
+        ) as other,
         deployment.embedded_worker(store, root / "ours.log", model=model) as ours,
     ):
         listed = f"{theirs.rl_url}/v1/rl/workers"
@@ -78,12 +84,25 @@ def test_one_pause_one_update_and_one_version_reach_both(rig: Rig) -> None:
     assert deployment.standing(rig.fleet) == [None, None]
 
 
-def test_an_adapter_is_refused_by_the_name_of_the_worker_that_has_no_route_for_it(rig: Rig) -> None:
+def test_one_adapter_reaches_both_and_makes_the_same_tokens(rig: Rig) -> None:
     adapter = str(shared_model("lora", base=str(rig.model), seed=1))
     status, answer = rig.fleet_call("load_lora", {"lora_name": "ad1", "source": {"uri": adapter}})
+    assert status == 200, answer
+    deployment.until(lambda: "ad1" in deployment.models(rig.theirs), rig.theirs.log)
+    _, base = deployment.generate(rig.theirs, BODY)
 
-    assert status == 400, answer
-    said = answer["error"]["message"]
-    assert "advertises no route load_lora or update/load_lora" in said
-    assert str(rig.other.http_port) in said
-    assert "ad1" not in deployment.models(rig.theirs)
+    def answered() -> dict[str, list[int]]:
+        found = {}
+        for _ in range(8):
+            status, answer = deployment.generate(rig.theirs, {**BODY, "model": "ad1"})
+            assert status == 200, answer
+            found["ours" if answer.get("kv_transfer_params") else "theirs"] = answer["choices"][0]["token_ids"]
+        return found
+
+    deployment.until(lambda: set(answered()) == {"ours", "theirs"}, rig.theirs.log, timeout_s=20)
+    found = answered()
+    assert found["ours"] == found["theirs"] != base["choices"][0]["token_ids"]
+
+    status, answer = rig.fleet_call("unload_lora", {"lora_name": "ad1"})
+    assert status == 200, answer
+    deployment.until(lambda: "ad1" not in deployment.models(rig.theirs), rig.theirs.log)

@@ -4,14 +4,13 @@ import asyncio
 import time
 import uuid
 from collections.abc import AsyncGenerator, Mapping, Sequence
-from types import TracebackType
-from typing import Any, Final, Literal, Self, TypeVar
+from typing import Any, Final, Literal, TypeVar
 from urllib.parse import quote
 
 import msgspec
 
 from rollplane.client.operation_events import EventLines
-from rollplane.client.transport import FIRST_PAUSE_S, Transport
+from rollplane.client.transport import FIRST_PAUSE_S, Connected, Transport
 from rollplane.errors import NotFound, RollplaneError, ServiceError, TransportError
 from rollplane.protocol.admin import (
     LONGEST_EVENT_WAIT_S,
@@ -36,7 +35,7 @@ QUERY_S: Final = 30.0
 T = TypeVar("T")
 
 
-class AdminClient:
+class AdminClient(Connected):
     """Administration of one worker or one fleet.
 
     Every call may be asked for again: a lost connection, 429 or 503 is followed by the same call with the same operation
@@ -60,24 +59,11 @@ class AdminClient:
         attempts: int = 4,
         connect_timeout_s: float = 10.0,
     ) -> None:
-        self._transport = Transport(
-            base_url, key=admin_key, attempts=attempts, connect_timeout_s=connect_timeout_s, mendable=_mendable
+        super().__init__(
+            Transport(
+                base_url, key=admin_key, attempts=attempts, connect_timeout_s=connect_timeout_s, mendable=_mendable
+            )
         )
-
-    def __repr__(self) -> str:
-        return f"<AdminClient {self._transport.base_url}>"
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """Close the connections. Idempotent."""
-        await self._transport.close()
 
     async def pause(
         self,

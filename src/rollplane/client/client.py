@@ -10,7 +10,7 @@ import msgspec
 from rollplane.client.body import GenerateBody, TokenIds, make_body
 from rollplane.client.options import GenerateOptions
 from rollplane.client.sse import StreamReader
-from rollplane.client.transport import Transport
+from rollplane.client.transport import Connected, Transport
 from rollplane.errors import EngineProtocolError, RollplaneError, TransportError
 from rollplane.fold import Fold, check_again
 from rollplane.protocol.answer import decode_msgpack
@@ -22,7 +22,7 @@ GENERATE: Final = "/inference/v1/generate"
 EVENT_STREAM: Final = "text/event-stream"
 
 
-class Client:
+class Client(Connected):
     """Rollouts from one server: a worker or a frontend.
 
     A `generate` that met a lost connection, 429, 502 or 503 is sent again under the same request id: a first try that
@@ -48,23 +48,8 @@ class Client:
         attempts: int = 4,
         connect_timeout_s: float = 10.0,
     ) -> None:
-        self._transport = Transport(base_url, key=key, attempts=attempts, connect_timeout_s=connect_timeout_s)
+        super().__init__(Transport(base_url, key=key, attempts=attempts, connect_timeout_s=connect_timeout_s))
         self._timeout_s = timeout_s
-
-    def __repr__(self) -> str:
-        return f"<Client {self._transport.base_url}>"
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """Close the connections; running calls end with TransportError. Idempotent."""
-        await self._transport.close()
 
     async def generate(self, token_ids: TokenIds, **options: Unpack[GenerateOptions]) -> GenerateResponse:
         """One whole answer, its arrays checked by the response contract again.

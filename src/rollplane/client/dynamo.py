@@ -1,13 +1,12 @@
 """The rollout client of a trainer whose workers are behind NVIDIA Dynamo's frontend."""
 
-from types import TracebackType
-from typing import Any, Final, Self, Unpack
+from typing import Any, Final, Unpack
 
 from rollplane.client.body import TokenIds, make_body, token_array
 from rollplane.client.client import GENERATE
 from rollplane.client.dynamo_answer import read_answer
 from rollplane.client.options import GenerateOptions
-from rollplane.client.transport import Transport
+from rollplane.client.transport import Connected, Transport
 from rollplane.errors import EngineProtocolError, InvalidRequest, RollplaneError
 from rollplane.fold import check_again
 from rollplane.protocol.request import JSON
@@ -19,7 +18,7 @@ NOT_PASSED: Final = {
 }
 
 
-class DynamoClient:
+class DynamoClient(Connected):
     """Rollouts from our workers behind one Dynamo frontend: `Client.generate`, with the same answers and checks.
 
     A call that met a lost connection, a 500, 502 or 503 is sent again under the same request id: Dynamo does not move a
@@ -44,25 +43,10 @@ class DynamoClient:
         attempts: int = 4,
         connect_timeout_s: float = 10.0,
     ) -> None:
-        self._transport = Transport(
-            base_url, key=None, attempts=attempts, connect_timeout_s=connect_timeout_s, mendable=is_mendable
+        super().__init__(
+            Transport(base_url, key=None, attempts=attempts, connect_timeout_s=connect_timeout_s, mendable=is_mendable)
         )
         self._timeout_s = timeout_s
-
-    def __repr__(self) -> str:
-        return f"<DynamoClient {self._transport.base_url}>"
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
-
-    async def close(self) -> None:
-        """Close the connections; running calls end with TransportError. Idempotent."""
-        await self._transport.close()
 
     async def generate(self, token_ids: TokenIds, **options: Unpack[GenerateOptions]) -> GenerateResponse:
         """One whole answer, its arrays checked by the response contract again.

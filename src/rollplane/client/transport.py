@@ -169,3 +169,29 @@ class Transport:
         if not isinstance(error, RollplaneError) or not self._mendable(error):
             return False
         return True if error.retry_after_s is None else error.retry_after_s
+
+
+class Connected:
+    """What the clients have in common: connections to one server, held as long as an `async with` block.
+
+    Args:
+        transport: the connections.
+    """
+
+    def __init__(self, transport: Transport) -> None:
+        self._transport = transport
+
+    def __repr__(self) -> str:
+        return f"<{type(self).__name__} {self._transport.base_url}>"
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def close(self) -> None:
+        """Close the connections; running calls end with TransportError. Idempotent."""
+        await self._transport.close()
