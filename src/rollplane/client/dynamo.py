@@ -15,6 +15,7 @@ from rollplane.protocol.response import GenerateResponse
 NOT_PASSED: Final = {
     "idempotency_key": "it is a header, and Dynamo's frontend hands on none",
     "data_parallel_rank": "it is a header, and Dynamo's router chooses the rank",
+    "max_policy_lag": "nobody there knows the fleet's newest version; use min_policy_version",
 }
 
 

@@ -64,6 +64,12 @@ def read_generate(
     request = parse_request(
         _encoder.encode(body), content_type=MSGPACK, headers={"x-request-id": request_id}, limits=limits
     )
+    if request.options.max_policy_lag is not None:
+        raise InvalidRequest(
+            "rollplane.max_policy_lag needs a frontend of ours: behind Dynamo's nobody knows the newest version of the fleet; "
+            "use min_policy_version",
+            param="rollplane.max_policy_lag",
+        )
     check_salt(request.cache_salt, routing)
     request.model = adapter_or_base(routing, sent=request.model, base_model=base_model)
     request.data_parallel_rank = rank_of(routing)

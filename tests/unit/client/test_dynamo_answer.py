@@ -129,7 +129,7 @@ def test_an_answer_that_contradicts_itself_is_none(path: tuple[Any, ...], value:
     assert says in caught.value.message
 
 
-@pytest.mark.parametrize("name", ["idempotency_key", "data_parallel_rank"])
+@pytest.mark.parametrize("name", ["idempotency_key", "data_parallel_rank", "max_policy_lag"])
 async def test_what_does_not_pass_through_dynamo_is_refused_before_it_is_sent(name: str) -> None:
     async with DynamoClient("http://127.0.0.1:9") as client:
         with pytest.raises(InvalidRequest) as caught:

@@ -130,6 +130,7 @@ def test_unknown_fields_of_the_caller_are_kept_for_the_engine() -> None:
         (message(routing={"dp_rank": -1}), "routing.dp_rank"),
         (message(routing={"dp_rank": True}), "routing.dp_rank"),
         (message(multi_modal_data={"image_url": []}), "multi_modal_data"),
+        (message(tito={"rollplane": {"max_policy_lag": 1}}), "rollplane.max_policy_lag"),
     ],
 )
 def test_a_malformed_message_is_refused_by_the_fields_name(sent: dict[str, Any], param: str) -> None:
