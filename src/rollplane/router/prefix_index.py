@@ -234,7 +234,8 @@ class PrefixIndex:
         tail = keys[depth:] if depth else keys
         if tail and not any(tail[0] in known for known in (new, reported, old)):
             # Nobody has the first, so nobody can use the others: whatever is left of them may be written over.
-            new.update(dict.fromkeys(tail, bit))
+            for key in tail:
+                new[key] = bit
             holder.pending_new += len(tail)
             tail = ()
         for key in tail:
