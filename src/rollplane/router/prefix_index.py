@@ -28,6 +28,7 @@ PREDICTED_S: Final = 30.0
 SWEPT_PER_CALL: Final = 256
 LOOKED_UP_AT_ONCE: Final = 128
 """Keys of a prompt that are looked up before it is seen whether any worker is left."""
+MASKS_KEPT: Final = 1024
 EVICTED_SHARE: Final = 64
 """One part in so many is evicted at once when the index is full."""
 
@@ -85,6 +86,7 @@ class PrefixIndex:
         self._clock = clock
         self._holders: dict[str, _Holder] = {}
         self._names: dict[int, str] = {}
+        self._masks: dict[int, list[str]] = {}
         self._live = 0
         self._forgotten: list[_Holder] = []
         self._free_bits: list[int] = []
@@ -333,19 +335,32 @@ class PrefixIndex:
             self._next_bit += 1
         self._holders[worker] = _Holder(bit, instance=instance, generation=generation)
         self._names[bit] = worker
+        self._masks.clear()
         self._live |= bit
 
     def _forget(self, worker: str) -> None:
         holder = self._holders.pop(worker)
         del self._names[holder.bit]
+        self._masks.clear()
         self._live ^= holder.bit
         self._forgotten.append(holder)
 
     def _note(self, bits: int, depth: int, depths: dict[str, int]) -> None:
-        while bits:
-            bit = bits & -bits
-            depths[self._names[bit]] = depth
-            bits ^= bit
+        if bits:
+            depths.update(dict.fromkeys(self._named(bits), depth))
+
+    def _named(self, bits: int) -> list[str]:
+        """The workers of a mask; the same few masks are asked for again and again."""
+        known = self._masks.get(bits)
+        if known is None:
+            if len(self._masks) >= MASKS_KEPT:
+                self._masks.clear()
+            known = self._masks[bits] = []
+            while bits:
+                bit = bits & -bits
+                known.append(self._names[bit])
+                bits ^= bit
+        return known
 
     # -- upkeep ----------------------------------------------------------------------------------------------------
 
