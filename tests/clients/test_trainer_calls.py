@@ -8,6 +8,7 @@ import os
 import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -101,8 +102,8 @@ async def test_prime_rls_broadcast_over_nccl_is_refused_with_the_reason(http: ht
     assert "pickle" in answer.text
 
 
-def test_trls_own_client_generates_chats_and_scores(server: str) -> None:
-    """Its class imports vLLM to see what it may ask, so it runs in vLLM's environment."""
+def trl(script: str, *words: str) -> dict[str, Any]:
+    """What a script with TRL's clients prints. Their package imports vLLM to see what it may ask, so they run in its environment."""
     python = VLLM_ENV / "bin" / "python"
     assert python.exists(), "run scripts/make_vllm_env.sh"
     environment = os.environ | {
@@ -111,7 +112,7 @@ def test_trls_own_client_generates_chats_and_scores(server: str) -> None:
         "HF_HUB_OFFLINE": "1",
     }
     done = subprocess.run(
-        [python, Path(__file__).with_name("trl_client.py"), server],
+        [python, Path(__file__).with_name(script), *words],
         env=environment,
         capture_output=True,
         text=True,
@@ -119,7 +120,12 @@ def test_trls_own_client_generates_chats_and_scores(server: str) -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr[-3000:]
-    found = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+def test_trls_own_client_generates_chats_and_scores(server: str) -> None:
+    found = trl("trl_client.py", server)
 
     assert [len(ids) for ids in found["generated"]] == [5, 5, 5, 5]
     assert found["prompts"] == [[11, 12, 13], [14, 15]]
@@ -128,3 +134,14 @@ def test_trls_own_client_generates_chats_and_scores(server: str) -> None:
     assert len(found["scored"][0]) == 3
     assert found["world_size"] == 1
     assert "no weight-transfer engine" in found["refused"]
+
+
+def test_trls_asynchronous_client_publishes_an_adapter_per_version(server: str, adapters: list[Path]) -> None:
+    found = trl("trl_async.py", server, *map(str, adapters))
+
+    assert (found["max_model_len"], found["dtype"]) == (1024, "torch.float32")
+    assert (found["world_size"], found["data_parallel_size"]) == (1, 1)
+    assert set(found["lora_config"]) == {"max_loras", "max_lora_rank"}
+    assert [len(each["ids"]) == len(each["logprobs"]) for each in [*found["rollouts"], found["after"]]] == [True] * 3
+    for what, status in (("init", 400), ("start", 400), ("update", 400), ("finish", 400)):
+        assert found["refused"][what].startswith(f"Request failed: {status}"), what

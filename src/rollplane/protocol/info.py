@@ -62,7 +62,8 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     `vocab_bound`: token ids are in [0, vocab_bound). `max_model_len`: prompt and completion together, tokens.
     `max_num_seqs`: sequences run at once, which bounds n. `block_tokens`: KV block size, None without a block cache.
     `kv_blocks`: how many of them fit, None where the engine does not say.
-    Widths are the longest lists the engine takes, None where it has no limit of its own.
+    Widths are the longest lists the engine takes, None where it has no limit of its own. `dtype`: of the weights by torch's name
+    (`torch.bfloat16`), None where the engine does not say.
     """
 
     engine: str
@@ -81,6 +82,7 @@ class EngineInfo(msgspec.Struct, frozen=True, kw_only=True):
     moe: MoeShape | None = None
     eos_token_ids: list[int] = msgspec.field(default_factory=list)
     world_size: int = 1
+    dtype: str | None = None
     capabilities: Capabilities = msgspec.field(default_factory=Capabilities)
 
     def serves(self, name: str) -> bool:

@@ -52,6 +52,7 @@ def merge_infos(infos: Sequence[EngineInfo]) -> EngineInfo:
         changes[name] = (
             values[0] if all(v == values[0] for v in values) else None if name == "block_tokens" else "mixed"
         )
+    changes["dtype"] = first.dtype if all(info.dtype == first.dtype for info in infos) else None
     changes["world_size"] = sum(info.world_size for info in infos)
     changes["capabilities"] = merge_capabilities([info.capabilities for info in infos])
     return msgspec.structs.replace(first, **changes)

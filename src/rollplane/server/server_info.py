@@ -14,7 +14,11 @@ LOGPROBS_MODES: Final = {"sampling": "processed_logprobs", "greedy": "processed_
 
 
 def config_tree(info: EngineInfo) -> dict[str, Any]:
-    """`{vllm_config: {...}}`, under vLLM's names. `weight_transfer_config` is null where there is no transfer of vLLM's own."""
+    """`{vllm_config: {...}}`, under vLLM's names.
+
+    `weight_transfer_config` is null where there is no transfer of vLLM's own. `data_parallel_size` is 1: trainers take more for
+    replicas of which one gets an adapter that is loaded, and here all do.
+    """
     lora, backend = info.capabilities.lora, info.capabilities.native_transfer
     return {
         "vllm_config": {
@@ -23,8 +27,10 @@ def config_tree(info: EngineInfo) -> dict[str, Any]:
                 "max_model_len": info.max_model_len,
                 "max_logprobs": info.max_logprobs,
                 "logprobs_mode": LOGPROBS_MODES.get(info.capabilities.logprobs_mode),
+                **({} if info.dtype is None else {"dtype": info.dtype}),
             },
             "lora_config": None if lora is None else {"max_loras": lora.max, "max_lora_rank": lora.rank},
+            "parallel_config": {"data_parallel_size": 1},
             "weight_transfer_config": None if backend is None else {"backend": backend},
         }
     }

@@ -370,6 +370,7 @@ class EmbeddedEngine:
             max_num_seqs=settings.max_num_seqs,
             max_logprobs=settings.max_logprobs,
             moe=moe if shape.moe_layers else None,
+            dtype=str(core.model.dtype),
             eos_token_ids=sorted(core.model.eos_token_ids),
             capabilities=Capabilities(
                 routed_experts=shape.moe_layers > 0,

@@ -50,6 +50,7 @@ def read_info(
         moe=moe,
         eos_token_ids=endings,
         world_size=int(parallel.world_size),
+        dtype=str(model.dtype),
         capabilities=Capabilities(
             tower_connector_lora=bool(getattr(config.lora_config, "enable_tower_connector_lora", False)),
             routed_experts=moe is not None and returns_routes(config),
