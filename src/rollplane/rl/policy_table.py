@@ -14,8 +14,9 @@ Weights that come in steps of their own calls (`rl.native`) hold the table in `r
 """
 
 import asyncio
+import contextlib
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -231,7 +232,8 @@ class PolicyTable:
             self._must_be_awake()
             came_from = self._state
             if came_from != "failed":
-                await self._pause_for_update("keep", clear_cache=False)
+                async with self._or_run_again(ran=came_from != "paused"):
+                    await self._pause_for_update("keep", clear_cache=False)
             self._open = OpenUpdate(
                 ran=came_from not in ("paused", "failed"), whole=came_from != "failed", began=self._clock()
             )
@@ -276,6 +278,16 @@ class PolicyTable:
                 await self._resume_after(opened)
             raise
 
+    @contextlib.asynccontextmanager
+    async def _or_run_again(self, *, ran: bool) -> AsyncIterator[None]:
+        """A pause of ours that fails, or is called off, leaves nobody paused who ran."""
+        try:
+            yield
+        except BaseException:
+            if ran and self._state == "paused" and not (self.paused_by_caller or self._callers_pausing):
+                await self._run_again()
+            raise
+
     async def _resume_after(self, opened: "OpenUpdate") -> None:
         if opened.ran and not (self.paused_by_caller or self._callers_pausing):
             await self._run_again()
@@ -293,10 +305,11 @@ class PolicyTable:
             if self._state == "failed":
                 raise Unavailable("a weight update failed: update again before sleeping", retry_after_s=None)
             ran = self._state != "paused"
-            report = await self._pause(mode, clear_cache=True)
-            await self._pauses_over.wait()
-            while self._state != "paused":
-                await self._pause_for_update(mode, clear_cache=True)
+            async with self._or_run_again(ran=ran):
+                report = await self._pause(mode, clear_cache=True)
+                await self._pauses_over.wait()
+                while self._state != "paused":
+                    await self._pause_for_update(mode, clear_cache=True)
             self._ran_before_sleep = ran
             self._enter("asleep")  # also when it fails half-way: what is there must be taken back before anything steps
             await sleep()
