@@ -1,11 +1,12 @@
 """Faults of every kind under load, and whether anything that was promised breaks.
 
-    python bench/chaos.py [--seconds 180] [--workers 6] [--seed 0] [--network namespaces|none]
+    python bench/chaos.py [--seconds 180] [--workers 6] [--processes 1] [--seed 0] [--network namespaces|none]
 
 Mock workers and a frontend, each a process of its own; every worker in its own network namespace where the system allows that
 (root, or a user namespace that maps to it). While clients ask without pause, a worker is killed (SIGKILL, then started
 again), stopped (SIGSTOP, later SIGCONT) or cut off (its link swallows every packet), the frontend is killed now and
-then, and the policy changes every few seconds. Nobody helps.
+then, and the policy changes every few seconds. With several processes of the frontend, one of them is killed instead, the owner of the
+fleet's policy too. Nobody helps.
 
 Every request has an idempotency key and is asked for until it is answered. The mock's tokens follow from weights, prompt
 and seed in closed form, so each answer is recomputed from the policy versions it claims. Checked:
@@ -139,6 +140,13 @@ class Child:
         self.signal(signal.SIGKILL)
         if self.process is not None:
             self.process.wait()
+
+    def children(self) -> list[int]:
+        """The ids of its own processes that serve; those of Python's machinery are not told by what they run."""
+        if self.process is None or self.process.poll() is not None:
+            return []
+        found = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+        return [int(pid) for pid in found if b"rollplane" in Path(f"/proc/{pid}/cmdline").read_bytes()]
 
 
 class WorkerChild(Child):
@@ -277,6 +285,7 @@ class Chaos:
                 *("--worker-key-file", str(root / "key"), "--control-record", str(root / "control.json")),
                 *("--silent-s", str(SILENT_S), "--join-s", "0"),
                 *("--max-attempts", "8", "--log-level", "warning"),
+                *(("--processes", str(args.processes)) if args.processes > 1 else ()),
             ],
             root / "frontend.log",
         )
@@ -474,7 +483,15 @@ class Chaos:
         end()
 
     async def trouble_frontend(self) -> None:
-        """End the frontend and start another, which finds the record of the one before."""
+        """End the frontend and start another, which finds the record of the one before; or end one of its processes, which
+        its supervisor starts again.
+        """
+        if self.args.processes > 1:
+            self.counts["fault: a process of the frontend killed"] += 1
+            children = self.frontend.children()
+            if children:
+                os.kill(self.random.choice(children), signal.SIGKILL)
+            return
         self.counts["fault: frontend killed"] += 1
         self.frontend.kill()
         await asyncio.sleep(0.2)
@@ -581,6 +598,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seconds", type=float, default=180.0)
     parser.add_argument("--workers", type=int, default=6)
+    parser.add_argument("--processes", type=int, default=1, help="of the frontend")
     parser.add_argument("--clients", type=int, default=16)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--network", choices=["auto", "namespaces", "none"], default="auto")
