@@ -1,5 +1,6 @@
-"""A worker's policy under every order of calls: pause, resume, update, load, unload, flush, abort, hang-ups and faults, with
-requests all the while. No request mixes versions or generations unmarked, none hangs, every state can be left again.
+"""A worker's policy under every order of calls: pause, resume, updates from disk and by broadcast, load, unload, flush,
+abort, hang-ups and faults, with requests all the while. No request mixes versions or generations unmarked, none hangs,
+every state can be left again.
 
 What an answer ought to be is asked of a second engine that holds one version only: the tokens of each span, given all
 tokens before it.
@@ -14,11 +15,20 @@ from typing import Any, Protocol
 import hypothesis.strategies as st
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
+from tests.policy_trainer import ENDINGS, Ending, broadcast
 
 from rollplane.engines.base import AdapterHost, WeightReceiver
 from rollplane.engines.embedded.engine import EmbeddedEngine
 from rollplane.engines.embedded.settings import EmbeddedSettings
-from rollplane.errors import Conflict, EngineFailed, InvalidRequest, NotFound, RollplaneError, Unavailable
+from rollplane.errors import (
+    Conflict,
+    DeadlineExceeded,
+    EngineFailed,
+    InvalidRequest,
+    NotFound,
+    RollplaneError,
+    Unavailable,
+)
 from rollplane.protocol.response import GenerateResponse
 from rollplane.testing import answer, make_request
 from rollplane.worker import Worker
@@ -27,7 +37,11 @@ BOUND_S = 30.0
 TIE_NATS = 1e-4
 CONTENTS = 3
 ADAPTERS = 3
+NEVER = "never"
+"""The version of weights that must not get into place."""
 NAMES = ("a", "b")
+EXPECTED = (Conflict, NotFound, EngineFailed, Unavailable, InvalidRequest, DeadlineExceeded)
+"""What an administrator's call may end with."""
 LOOP = asyncio.Runner()
 """One event loop for all examples: the engines that answers are held against live as long as the module."""
 
@@ -56,6 +70,8 @@ class Kind:
 
     checkpoints: list[str]
     adapters: list[str]
+    bad_checkpoints: list[str] = field(default_factory=list)
+    bad_adapters: list[str] = field(default_factory=list)
     references: dict[int, Any] = field(default_factory=dict)
 
     def make(self) -> Any:
@@ -121,8 +137,8 @@ class EmbeddedKind(Kind):
         return engine
 
 
-class PolicyMachine(RuleBasedStateMachine):
-    """See the module. Calls run beside each other; `pass_time` lets them."""
+class ControlMachine(RuleBasedStateMachine):
+    """All of the module but updates, for an engine that takes none. Calls run beside each other; `pass_time` lets them."""
 
     kind: Kind
     loop: Runs = LOOP
@@ -132,6 +148,8 @@ class PolicyMachine(RuleBasedStateMachine):
     """Whether the engine is put to sleep meanwhile: requests are refused then."""
     exact_after_update = True
     """Whether the tokens of every span are those of its version; a kept request on a real model goes on with older KV."""
+    always_clear = False
+    """Updates drop all caches, so that kept requests compute theirs again."""
 
     @initialize()
     def start(self) -> None:
@@ -143,7 +161,8 @@ class PolicyMachine(RuleBasedStateMachine):
         load = self.engine.load_adapter
 
         async def noted(engine_name: str, path: str) -> None:
-            self.loaded[engine_name] = self.kind.adapters.index(path)
+            if path in self.kind.adapters:
+                self.loaded[engine_name] = self.kind.adapters.index(path)
             await load(engine_name, path)
 
         self.engine.load_adapter = noted
@@ -175,19 +194,15 @@ class PolicyMachine(RuleBasedStateMachine):
     def resume(self) -> None:
         self.call(self.worker.resume())
 
-    @rule(
-        content=st.integers(1, CONTENTS - 1), mode=st.sampled_from(["keep", "wait", "abort"]), clear_cache=st.booleans()
-    )
-    def update(self, content: int, mode: Any, clear_cache: bool) -> None:
-        self.call(
-            self.worker.update_from_disk(
-                self.kind.checkpoints[content], version=f"w{content}", mode=mode, clear_cache=clear_cache
-            )
-        )
-
     @rule(name=st.sampled_from(NAMES), adapter=st.integers(0, ADAPTERS - 1))
     def load(self, name: str, adapter: int) -> None:
         self.call(self.worker.load_adapter(name, self.kind.adapters[adapter]))
+
+    @rule(data=st.data(), name=st.sampled_from(NAMES))
+    def load_a_bad_adapter(self, data: st.DataObject, name: str) -> None:
+        if self.kind.bad_adapters:
+            path = data.draw(st.sampled_from(self.kind.bad_adapters))
+            self.call(self.worker.load_adapter(name, path))
 
     @rule(name=st.sampled_from(NAMES))
     def unload(self, name: str) -> None:
@@ -218,22 +233,6 @@ class PolicyMachine(RuleBasedStateMachine):
 
         self.loop.run(wait())
 
-    @rule(
-        content=st.integers(1, CONTENTS - 1),
-        adapter=st.integers(0, ADAPTERS - 1),
-        name=st.sampled_from(NAMES),
-        before=st.sampled_from([0, 3, 20]),
-        clear_cache=st.booleans(),
-    )
-    def step(self, content: int, adapter: int, name: str, before: int, clear_cache: bool) -> None:
-        """What a trainer does at each step, with requests under way."""
-        self.ask([content, adapter, 20], name, 120, False)
-        self.ask([content, adapter, 21], None, 120, True)
-        self.pass_time(before)
-        self.update(content, "keep", clear_cache)
-        self.load(name, adapter)
-        self.ask([content, adapter, 22], name, 20, True)
-
     @invariant()
     def leases_are_those_of_live_requests(self) -> None:
         if hasattr(self, "worker") and self.worker.adapter_table is not None:
@@ -259,9 +258,7 @@ class PolicyMachine(RuleBasedStateMachine):
             await self.recover()
         for call in self.calls:
             error = call.exception()
-            assert error is None or isinstance(
-                error, Conflict | NotFound | EngineFailed | Unavailable | InvalidRequest
-            ), error
+            assert error is None or isinstance(error, EXPECTED), error
         assert self.worker.state == "ready", [repr(self.worker), *(repr(call.exception()) for call in self.calls)]
         assert self.worker.live_requests == 0
         for asked in self.asked:
@@ -270,9 +267,6 @@ class PolicyMachine(RuleBasedStateMachine):
 
     async def recover(self) -> None:
         """What an operator would do: an update where the version is unknown, then a resume."""
-        if self.worker.state == "failed":
-            with contextlib.suppress(RollplaneError):
-                await self.worker.update_from_disk(self.kind.checkpoints[1], version="w1")
         if self.worker.state == "asleep":
             with contextlib.suppress(RollplaneError):
                 await self.worker.wake_up()
@@ -308,20 +302,31 @@ class PolicyMachine(RuleBasedStateMachine):
             assert end is not None
             if i and not self.exact_after_update:
                 break
-            content = int(version.removeprefix("w"))
+            content = self.content(version)
             for wrong in await self.kind.differing(content, adapter, asked.prompt + tokens, first, end, asked.prompt):
                 raise AssertionError(f"{wrong}: {asked.prompt} {asked.model} {spans} {generation} {response.served_by}")
 
+    def content(self, version: str) -> int:
+        """Which weights a version's name stands for."""
+        return int(version.removeprefix("w"))
+
     async def check_nothing_is_left(self) -> None:
-        """Old generations are gone, and the worker serves."""
+        """Old generations are gone, and the worker serves what its version says."""
         table = self.worker.adapter_table
         assert table is not None
         async with asyncio.timeout(BOUND_S):
             while any(record.state != "ready" for record in table.records()):  # noqa: ASYNC110 - retries come by time
                 await asyncio.sleep(0.005)
         assert sorted(await self.engine.loaded_adapters()) == sorted(r.engine_name for r in table.records())
-        response = await answer(self.worker, make_request([7, 8, 9], temperature=0, max_tokens=2, ignore_eos=True))
-        assert response.choices[0].policy_versions == [(self.worker.version, 0)]
+        prompt, greedy = [7, 8, 9], {"temperature": 0, "max_tokens": 8, "ignore_eos": True}
+        for model in (None, *sorted(record.name for record in table.records())):
+            response = await answer(self.worker, make_request(prompt, fields={"model": model}, **greedy))
+            choice = response.choices[0]
+            assert choice.policy_versions == [(self.worker.version, 0)]
+            adapter = None if model is None else self.loaded[f"{model}@{response.served_by.adapter_generation}"]
+            tokens = prompt + choice.token_ids.tolist()
+            content = self.content(self.worker.version)
+            assert await self.kind.differing(content, adapter, tokens, 0, 8, prompt) == [], (self.worker.version, model)
 
     def call(self, work: Awaitable[Any]) -> None:
         self.calls.append(self.spawn(work))
@@ -335,7 +340,94 @@ class PolicyMachine(RuleBasedStateMachine):
         return self.loop.run(begin())
 
 
-def run_machine(machine: type[PolicyMachine], kind: Kind, *, examples: int, steps: int) -> None:
+class PolicyMachine(ControlMachine):
+    """With updates from disk."""
+
+    @rule(
+        content=st.integers(1, CONTENTS - 1), mode=st.sampled_from(["keep", "wait", "abort"]), clear_cache=st.booleans()
+    )
+    def update(self, content: int, mode: Any, clear_cache: bool) -> None:
+        self.call(
+            self.worker.update_from_disk(
+                self.kind.checkpoints[content],
+                version=f"w{content}",
+                mode=mode,
+                clear_cache=clear_cache or self.always_clear,
+            )
+        )
+
+    @rule(data=st.data(), mode=st.sampled_from(["keep", "wait", "abort"]))
+    def update_from_a_bad_checkpoint(self, data: st.DataObject, mode: Any) -> None:
+        """One that does not fit, holds values that are not finite, is cut off, or is not there."""
+        if self.kind.bad_checkpoints:
+            path = data.draw(st.sampled_from(self.kind.bad_checkpoints))
+            self.call(self.worker.update_from_disk(path, version=NEVER, mode=mode))
+
+    @rule(
+        content=st.integers(1, CONTENTS - 1),
+        adapter=st.integers(0, ADAPTERS - 1),
+        name=st.sampled_from(NAMES),
+        before=st.sampled_from([0, 3, 20]),
+        clear_cache=st.booleans(),
+    )
+    def step(self, content: int, adapter: int, name: str, before: int, clear_cache: bool) -> None:
+        """What a trainer does at each step, with requests under way."""
+        self.ask([content, adapter, 20], name, 120, False)
+        self.ask([content, adapter, 21], None, 120, True)
+        self.pass_time(before)
+        self.update(content, "keep", clear_cache)
+        self.load(name, adapter)
+        self.ask([content, adapter, 22], name, 20, True)
+
+    async def recover(self) -> None:
+        if self.worker.state == "failed":
+            with contextlib.suppress(RollplaneError):
+                await self.worker.update_from_disk(self.kind.checkpoints[1], version="w1")
+        await super().recover()
+
+
+class BroadcastMachine(PolicyMachine):
+    """Weights come from a trainer's memory too, over gloo; trainers die, fall silent, or send what is not the model's."""
+
+    @rule(
+        content=st.integers(1, CONTENTS - 1),
+        mode=st.sampled_from(["keep", "wait", "abort"]),
+        clear_cache=st.booleans(),
+        ending=st.sampled_from(ENDINGS),
+        alone=st.sampled_from([True, True, False]),
+    )
+    def broadcast(self, content: int, mode: Any, clear_cache: bool, ending: Ending, alone: bool) -> None:
+        """Some meet no other call of an administrator's that begins after them: else few would come to their end."""
+        whole = ending == "whole"
+        self.call(
+            broadcast(
+                self.worker,
+                self.kind.checkpoints[content],
+                version=f"w{content}" if whole else NEVER,
+                mode=mode,
+                clear_cache=clear_cache or self.always_clear,
+                ending=ending,
+            )
+        )
+        if alone:
+            self.loop.run(self.wait_for(self.calls[-1]))
+
+    @staticmethod
+    async def wait_for(call: "asyncio.Task[Any]") -> None:
+        await asyncio.wait([call], timeout=3.0)
+
+    @rule(really=st.sampled_from([False, False, True]))
+    def leave_the_group(self, really: bool) -> None:
+        if really:
+            self.call(self.worker.destroy_weights_group())
+
+    async def check_nothing_is_left(self) -> None:
+        await super().check_nothing_is_left()
+        assert self.worker.broadcast is not None
+        assert self.worker.broadcast.state == "absent"
+
+
+def run_machine(machine: type[ControlMachine], kind: Kind, *, examples: int, steps: int) -> None:
     test: Any = type(machine.__name__, (machine,), {"kind": kind}).TestCase
     test.settings = settings(
         max_examples=examples, stateful_step_count=steps, deadline=None, suppress_health_check=list(HealthCheck)

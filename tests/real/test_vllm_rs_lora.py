@@ -1,13 +1,19 @@
 """Adapters on vLLM's own Rust server and a real engine on the CPU, which read them from below one directory."""
 
 import itertools
+import shutil
 from collections.abc import AsyncIterator, Iterator
 from pathlib import Path
 
+import hypothesis.strategies as st
 import numpy as np
 import pytest
+from hypothesis.stateful import rule
+from tests.bad_files import bad_adapters
 from tests.models.tiny import shared_model
+from tests.policy_machine import ADAPTERS, TIE_NATS, ControlMachine, Kind, run_machine
 from tests.real import processes
+from tests.vllm.reference import Reference
 
 from rollplane.engines.grpc.engine import GrpcEngine
 from rollplane.engines.grpc.settings import GrpcSettings
@@ -19,21 +25,30 @@ pytestmark = pytest.mark.timeout(120)
 
 VOCABULARY = 1024
 PROMPT = [300 + 17 * i for i in range(40)]
+SLOTS, KEPT = 4, 5
+"""How many adapters the server runs at once, and how many it keeps beside the model."""
 
 
 @pytest.fixture(scope="module")
-def adapters() -> list[str]:
+def root(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The one directory that the server reads adapters from."""
+    return tmp_path_factory.mktemp("adapters")
+
+
+@pytest.fixture(scope="module")
+def adapters(root: Path) -> list[str]:
     base = str(shared_model("qwen3"))
-    return [str(shared_model("lora", base=base, seed=seed)) for seed in (1, 2)]
+    made = [shared_model("lora", base=base, seed=seed) for seed in range(1, ADAPTERS + 1)]
+    return [str(shutil.copytree(path, root / f"v{i}")) for i, path in enumerate(made)]
 
 
 @pytest.fixture(scope="module")
-def server(adapters: list[str], tmp_path_factory: pytest.TempPathFactory) -> Iterator[processes.Server]:
+def server(root: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[processes.Server]:
     log = tmp_path_factory.mktemp("vllm-rs") / "log"
-    arguments = ["--dtype", "float32", "--enable-lora", "--max-loras", "2", "--max-cpu-loras", "4"]
+    arguments = ["--dtype", "float32", "--enable-lora", "--max-loras", str(SLOTS), "--max-cpu-loras", str(KEPT)]
     no_limit = ["--max-logprobs", "-1"]  # for the one test that asks for all; frontend and engine check it each
     environment = {
-        "VLLM_RUNTIME_LORA_ALLOWED_PATH_PREFIXES": str(Path(adapters[0]).parent),
+        "VLLM_RUNTIME_LORA_ALLOWED_PATH_PREFIXES": str(root),
         "VLLM_ALLOW_RUNTIME_LORA_UPDATING": "1",
     }
     with processes.vllm_rs(
@@ -57,12 +72,12 @@ async def engine(server: processes.Server) -> AsyncIterator[GrpcEngine]:
 async def test_the_promise_on_adapters(engine: GrpcEngine, adapters: list[str]) -> None:
     (check,) = [check for check in CHECKS if check.__name__ == "adapters_load_serve_and_go"]
 
-    assert await run_check(check, Subject(engine=engine, adapters=adapters)) is None
+    assert await run_check(check, Subject(engine=engine, adapters=adapters[:2])) is None
 
 
 async def test_the_slots_are_the_servers(engine: GrpcEngine) -> None:
     assert engine.info.capabilities.lora is not None
-    assert engine.info.capabilities.lora.max == 2
+    assert engine.info.capabilities.lora.max == SLOTS
 
 
 async def ask(engine: GrpcEngine, name: str | None) -> GenerateResponse:
@@ -126,19 +141,82 @@ async def test_every_alternative_comes_from_a_server_without_a_limit(engine: Grp
         assert values[i][row == found.token_ids[i]] == pytest.approx(found.logprobs.values[i], abs=1e-4)
 
 
+# -- every order of calls --------------------------------------------------------------------------------------------
+
+
+class FreshEngine(GrpcEngine):
+    """A new engine over the server that was there before: no adapter, not paused, under the first label."""
+
+    async def start(self) -> None:
+        await super().start()
+        for name in await self.control.loras():
+            await self.unload_adapter(name)
+        await self.pause("abort", clear_cache=True)
+        await self.resume()
+        await self.set_policy_version("w0")
+
+
+class VllmRsKind(Kind):
+    target: str
+
+    def make(self) -> FreshEngine:
+        return FreshEngine(GrpcSettings(endpoint=self.target, start_timeout_s=20))
+
+    async def differing(
+        self, content: int, adapter: int | None, tokens: list[int], first: int, end: int, prompt: list[int]
+    ) -> list[str]:
+        key = -1 if adapter is None else adapter
+        if key not in self.references:
+            path = None if adapter is None else self.adapters[adapter]
+            self.references[key] = Reference(self.checkpoints[content], adapter=path)
+        stop = len(prompt) + end
+        if first >= end:
+            return []
+        made = tokens[len(prompt) : stop]
+        rows = self.references[key].logprobs(prompt, made)[first:]
+        gaps = rows.max(axis=1) - rows[np.arange(end - first), made[first:]]
+        return [
+            f"output {first + i} is {made[first + i]}, by {gap:.2g} nats too unlikely"
+            for i, gap in enumerate(gaps)
+            if gap > TIE_NATS
+        ]
+
+
+class OverVllmRs(ControlMachine):
+    """What the server's Control offers: pause, resume, abort, adapters, labels. A label changes no weights."""
+
+    unary_spans = False
+
+    @rule(i=st.integers(0, 2))
+    def relabel(self, i: int) -> None:
+        self.call(self.worker.set_policy_version(f"w{i}"))
+
+    def content(self, version: str) -> int:
+        assert version in ("w0", "w1", "w2")
+        return 0
+
+
+def test_a_worker_over_the_server_under_every_order_of_calls(
+    server: processes.Server, root: Path, adapters: list[str]
+) -> None:
+    kind = VllmRsKind([str(shared_model("qwen3"))], adapters, bad_adapters=bad_adapters(root / "bad", adapters[0]))
+    kind.target = server.grpc_target
+    run_machine(OverVllmRs, kind, examples=4, steps=20)
+
+
 # -- last: a name stays stuck in the server --------------------------------------------------------------------------
 
 
 async def test_a_name_that_the_server_cannot_drop_after_eviction_counts_as_stuck(
     engine: GrpcEngine, adapters: list[str]
 ) -> None:
-    names = [f"many@{i}" for i in range(5)]  # one more than the server keeps
+    names = [f"many@{i}" for i in range(KEPT + 1)]  # one more than the server keeps
     for i, name in enumerate(names):
         await engine.load_adapter(name, adapters[i % 2])
         await with_adapter(engine, name)
     for name in names:
         await engine.unload_adapter(name)
 
-    assert await engine.loaded_adapters() == []
+    assert set(names).isdisjoint(await engine.loaded_adapters())
     assert (await engine.health()).counters["stuck_adapters"] == 1
-    assert await engine.control.loras() == [names[0]]
+    assert [name for name in await engine.control.loras() if name in names] == [names[0]]

@@ -16,8 +16,17 @@ import numpy as np
 import pytest
 from hypothesis.stateful import rule
 from safetensors.numpy import save_file
+from tests.bad_files import bad_adapters, bad_checkpoints
 from tests.models import tiny
-from tests.policy_machine import ADAPTERS, CONTENTS, EmbeddedKind, Kind, PolicyMachine, run_machine
+from tests.policy_machine import (
+    ADAPTERS,
+    CONTENTS,
+    BroadcastMachine,
+    EmbeddedKind,
+    Kind,
+    PolicyMachine,
+    run_machine,
+)
 
 from rollplane.engines.mock.engine import MockEngine
 from rollplane.engines.mock.settings import Fault, MockSettings
@@ -132,25 +141,45 @@ class OverMock(Native):
         self.engine.add_fault(Fault(kind="fail", operation=operation, at=self.engine.calls(operation) + 1))
 
 
-class OverEmbedded(PolicyMachine):
+class OverEmbedded(BroadcastMachine):
     """The embedded engine."""
 
     exact_after_update = False
+
+
+class OverEmbeddedThatClears(OverEmbedded):
+    """Kept requests compute their KV again after an update, so that every token is exactly its version's."""
+
+    exact_after_update = True
+    always_clear = True
 
 
 @pytest.mark.timeout(240)
 def test_a_worker_over_the_mock_engine() -> None:
     root = Path(tempfile.mkdtemp())
     try:
-        checkpoints = [write_checkpoint(root / f"w{i}", i) for i in range(CONTENTS)]
-        kind = MockKind(checkpoints, [write_adapter(root / f"l{i}", i) for i in range(ADAPTERS)])
+        kind = MockKind(
+            [write_checkpoint(root / f"w{i}", i) for i in range(CONTENTS)],
+            [write_adapter(root / f"l{i}", i) for i in range(ADAPTERS)],
+            bad_checkpoints=[str(root / "nowhere"), str(root)],
+        )
+        # The mock has no modules that an adapter could fail to fit.
+        made = bad_adapters(root / "bad", kind.adapters[0])
+        kind.bad_adapters = [path for path in made if Path(path).name not in ("width", "module")]
         run_machine(OverMock, kind, examples=20, steps=25)
     finally:
         shutil.rmtree(root)
 
 
 @pytest.mark.timeout(240)
-def test_a_worker_over_a_real_model(tmp_path: Path) -> None:
+@pytest.mark.parametrize("machine", [OverEmbedded, OverEmbeddedThatClears])
+def test_a_worker_over_a_real_model(machine: type[PolicyMachine], tmp_path: Path) -> None:
     checkpoints = [str(tiny.shared_model("qwen3", layers=2, seed=i)) for i in range(CONTENTS)]
     adapters = [str(tiny.make_lora(tmp_path / f"l{i}", base=checkpoints[0], seed=i)) for i in range(ADAPTERS)]
-    run_machine(OverEmbedded, EmbeddedKind(checkpoints, adapters), examples=5, steps=20)
+    kind = EmbeddedKind(
+        checkpoints,
+        adapters,
+        bad_checkpoints=bad_checkpoints(tmp_path / "bad", checkpoints[1]),
+        bad_adapters=bad_adapters(tmp_path / "bad-adapters", adapters[0]),
+    )
+    run_machine(machine, kind, examples=4, steps=20)

@@ -4,15 +4,31 @@ Transformers' forward says what the answers should be: one version's weights, on
 """
 
 import asyncio
+import os
+import shutil
+import tempfile
 from collections.abc import Coroutine
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import hypothesis.strategies as st
 import numpy as np
 import pytest
 import pytest_asyncio
+from hypothesis.stateful import rule
+from safetensors.torch import load_file, save_file
+from tests.bad_files import bad_adapters, bad_checkpoints
 from tests.models.tiny import shared_model
-from tests.policy_machine import ADAPTERS, CONTENTS, TIE_NATS, Kind, PolicyMachine, run_machine
+from tests.policy_machine import (
+    ADAPTERS,
+    CONTENTS,
+    NEVER,
+    TIE_NATS,
+    BroadcastMachine,
+    Kind,
+    run_machine,
+)
 from tests.vllm.reference import Reference
 from tests.vllm.support import LastingEngine
 
@@ -54,14 +70,38 @@ class VllmKind(Kind):
         ]
 
 
-class OverVllm(PolicyMachine):
+class OverVllm(BroadcastMachine):
     """Kept requests go on with their own older KV after an update."""
 
     exact_after_update = False
 
+    @rule(content=st.integers(1, CONTENTS - 1))
+    def update_that_breaks_half_way(self, content: int) -> None:
+        """A checkpoint whose last file is swapped unseen after it was checked: vLLM has loaded part of it when it fails."""
+        self.call(self._break_half_way(self.kind.checkpoints[content]))
 
-class OverVllmWithoutIsolation(PolicyMachine):
+    async def _break_half_way(self, checkpoint: str) -> None:
+        path = Path(tempfile.mkdtemp())
+        try:
+            whole = load_file(Path(checkpoint) / "model.safetensors")
+            keys = {name: tensor for name, tensor in whole.items() if "k_proj" in name}
+            save_file({name: tensor for name, tensor in whole.items() if name not in keys}, path / "a.safetensors")
+            save_file(keys, path / "b.safetensors")
+            staged = await self.worker.stage_weights(str(path))
+            file = path / "b.safetensors"
+            found = file.stat()
+            with file.open("r+b") as stream:
+                stream.write(b"\xff" * 64)
+            os.utime(file, ns=(found.st_atime_ns, found.st_mtime_ns))
+            await self.worker.apply_staged(staged.digest, version=NEVER)
+        finally:
+            shutil.rmtree(path)
+
+
+class OverVllmWithoutIsolation(OverVllm):
     """Kept requests compute their KV again after an update, so that every token is exactly its version's."""
+
+    exact_after_update = True
 
 
 @pytest_asyncio.fixture(scope="session", loop_scope="session")
@@ -70,10 +110,15 @@ async def loop() -> OnLoop:
 
 
 @pytest.fixture
-def kind(lora_engine: LastingEngine, lora_paths: list[str], loop: OnLoop) -> VllmKind:
+def kind(lora_engine: LastingEngine, lora_paths: list[str], loop: OnLoop, tmp_path: Path) -> VllmKind:
     loop.run(lora_engine.start())
     checkpoints = [str(shared_model("qwen3", **({"seed": i} if i else {}))) for i in range(CONTENTS)]
-    found = VllmKind(checkpoints, lora_paths[:ADAPTERS])
+    found = VllmKind(
+        checkpoints,
+        lora_paths[:ADAPTERS],
+        bad_checkpoints=bad_checkpoints(tmp_path / "checkpoints", checkpoints[1]),
+        bad_adapters=bad_adapters(tmp_path / "adapters", lora_paths[0]),
+    )
     found.engine = lora_engine
     return found
 

@@ -8,6 +8,7 @@ from typing import Annotated, Final, Literal
 import msgspec
 from msgspec import Meta
 
+from rollplane.engines.float_bits import all_finite
 from rollplane.errors import InvalidRequest, NotFound
 from rollplane.identity import ADAPTER_DOMAIN
 
@@ -33,7 +34,7 @@ def inspect_adapter(path: str, *, max_rank: int) -> AdapterFiles:
     Raises:
         NotFound: no such directory, or a file of it is not there (yet).
         InvalidRequest: not LoRA, a rank over `max_rank`, tensors whose shapes contradict the rank, target modules that no
-            tensor is of.
+            tensor is of, values that are not finite.
     """
     root = Path(path)
     for name in (CONFIG_NAME, WEIGHTS_NAME):
@@ -43,11 +44,13 @@ def inspect_adapter(path: str, *, max_rank: int) -> AdapterFiles:
     ranks = [config.r, *(config.rank_pattern or {}).values()]
     if max(ranks) > max_rank:
         raise InvalidRequest(f"the adapter has rank {max(ranks)}, the limit is {max_rank}", param="lora_path")
-    shapes = _shapes(root / WEIGHTS_NAME)
+    start, entries = _header(root / WEIGHTS_NAME)
+    shapes = {name: entry.shape for name, entry in entries.items()}
     _check_shapes(shapes, rank=config.r, has_pattern=bool(config.rank_pattern))
     modules = config.target_modules or []
     if not isinstance(modules, str):
         _check_targets(shapes, modules)
+    _check_values(root / WEIGHTS_NAME, start, entries)
     return AdapterFiles(
         path=path,
         digest=_digest(root),
@@ -81,8 +84,8 @@ def _config(file: Path) -> _Config:
         raise InvalidRequest(f"{CONFIG_NAME}: {error}", param="lora_path") from None
 
 
-def _shapes(file: Path) -> dict[str, list[int]]:
-    """Names and shapes from a safetensors header: 8 bytes of little-endian length, then JSON."""
+def _header(file: Path) -> tuple[int, dict[str, _Entry]]:
+    """Where a safetensors file's values begin, and its tensors: 8 bytes of little-endian length, then JSON."""
     size = file.stat().st_size
     with file.open("rb") as stream:
         lead = stream.read(8)
@@ -105,7 +108,19 @@ def _shapes(file: Path) -> dict[str, list[int]]:
             raise InvalidRequest(f"{WEIGHTS_NAME}: {name} ends before it starts", param="lora_path")
     if not entries:
         raise InvalidRequest(f"{WEIGHTS_NAME} holds no tensor", param="lora_path")
-    return {name: entry.shape for name, entry in entries.items()}
+    return 8 + length, entries
+
+
+def _check_values(file: Path, start: int, entries: dict[str, _Entry]) -> None:
+    """An adapter that diverged makes no usable token: every answer under its name would fail."""
+    with file.open("rb") as stream:
+        for name, entry in entries.items():
+            begin, end = (start + offset for offset in entry.data_offsets)
+            stream.seek(begin)
+            for at in range(begin, end, _CHUNK_BYTES):
+                data = stream.read(min(_CHUNK_BYTES, end - at))
+                if not all_finite(data, entry.dtype):
+                    raise InvalidRequest(f"{WEIGHTS_NAME}: {name} holds values that are not finite", param="lora_path")
 
 
 def _check_shapes(shapes: dict[str, list[int]], *, rank: int, has_pattern: bool) -> None:

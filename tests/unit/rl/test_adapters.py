@@ -283,6 +283,19 @@ def test_a_list_of_target_modules_that_no_tensor_is_of_is_refused(
         assert inspect_adapter(path, max_rank=8).rank == 2
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+@pytest.mark.parametrize("dtype", [np.float64, np.float32, np.float16])
+def test_values_that_are_not_finite_are_refused_by_the_tensors_name(tmp_path: Path, value: float, dtype: Any) -> None:
+    path = Path(write_adapter(tmp_path / "a"))
+    good = np.full((2, 4), np.finfo(dtype).max, dtype=dtype)
+    bad = np.zeros((4, 2), dtype=dtype)
+    bad[3, 1] = value
+    name = "base_model.model.q_proj.lora_{}.weight"
+    save_file({name.format("A"): good, name.format("B"): bad}, path / "adapter_model.safetensors")
+    with pytest.raises(InvalidRequest, match=r"q_proj\.lora_B\.weight holds values that are not finite"):
+        inspect_adapter(str(path), max_rank=8)
+
+
 def test_a_missing_file_is_not_found_so_that_callers_try_again(tmp_path: Path) -> None:
     with pytest.raises(NotFound, match=r"adapter_config\.json"):
         inspect_adapter(str(tmp_path / "nowhere"), max_rank=8)

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any, Final
 
 import msgspec
-import numpy as np
 
+from rollplane.engines.float_bits import all_finite
 from rollplane.errors import InvalidRequest, NotFound
 
 _FLOATS: Final = frozenset({"F32", "F16", "BF16"})
@@ -36,9 +36,6 @@ _TORCH_NAMES: Final = {
 }
 """torch's names of safetensors dtypes."""
 SAFETENSORS_NAMES: Final = {torch_name: name for name, torch_name in _TORCH_NAMES.items()}
-
-_EXPONENT_BITS: Final = {"F32": ("<u4", 0x7F80_0000), "BF16": ("<u2", 0x7F80), "F16": ("<u2", 0x7C00)}
-"""All of them set: an infinity or no number."""
 
 _HEADER_LIMIT_BYTES: Final = 100 * 2**20
 _CHUNK_BYTES: Final = 1 << 24
@@ -248,16 +245,7 @@ class _Maps:
 
 
 def _finite(maps: _Maps, tensor: Tensor) -> bool:
-    if tensor.dtype not in _EXPONENT_BITS:
-        return True
-    kind, mask = _EXPONENT_BITS[tensor.dtype]
-    for chunk in maps.chunks(tensor):
-        values = np.frombuffer(chunk, dtype=kind)
-        found = bool(((values & mask) == mask).any())
-        del values  # the map cannot close while an array lies over it
-        if found:
-            return False
-    return True
+    return all(all_finite(chunk, tensor.dtype) for chunk in maps.chunks(tensor))
 
 
 def _header(file: Path) -> dict[str, Tensor]:
