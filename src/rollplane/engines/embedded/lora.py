@@ -2,7 +2,8 @@
 
 An adapter is read from PEFT's files (adapter_config.json, adapter_model.safetensors); its A and B matrices stay apart
 from the base weights. A hook on each linear layer adds, for each adapter in the batch, `scaling * B(A(x))` to the rows
-that use it: a row's result does not depend on which adapters the others use.
+that use it: a row's result does not depend on which adapters the others use. A decode step does so for all adapters of
+its batch in two products, so that requests that finish on old generations cost the step nothing to speak of.
 """
 
 import json
@@ -10,7 +11,7 @@ import math
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -50,20 +51,35 @@ _KEY = re.compile(r"^base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.wei
 
 @dataclass(frozen=True)
 class LoraPair:
-    """One layer's share of an adapter: `a` [rank, in], `b` [out, rank], float32; the delta is `scaling * b @ a`."""
+    """One layer's share of an adapter: `a` [rank, in], `b` [out, rank] with the scaling in it, float32; the delta is
+    `b @ a`.
+    """
 
     a: Tensor
     b: Tensor
-    scaling: float
 
 
 @dataclass
 class _Batch:
-    """Which rows of the running forward use which adapter. `rows` int64; None: all of them."""
+    """Which rows of the running forward use which adapter. `rows` int64; None: all of them. `foreign`: by the ranks of the
+    adapters in a stack, bool [rows, sum of ranks], which of its columns are not of a row's own adapter.
+    """
 
     rows: dict[str, Tensor | None]
     size: int
     tokens: int
+    foreign: dict[tuple[int, ...], Tensor] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class _Stack:
+    """One layer's shares of several adapters, one after the other: `a` [sum of ranks, in], `b` [out, sum of ranks].
+    `ranks`: by adapter, 0 where it does not touch the layer.
+    """
+
+    a: Tensor
+    b: Tensor
+    ranks: tuple[int, ...]
 
 
 class AdapterSet:
@@ -82,6 +98,9 @@ class AdapterSet:
         self._pairs: dict[str, dict[str, LoraPair]] = {}
         self._hooks: dict[str, RemovableHandle] = {}
         self._batch: _Batch | None = None
+        self._stacked: tuple[str, ...] = ()
+        self._stacks: dict[str, _Stack] = {}
+        """By layer, of the adapters `_stacked`. They are put together when an adapter joins the batch, not when one leaves."""
 
     def __contains__(self, name: object) -> bool:
         return name in self._pairs
@@ -104,12 +123,12 @@ class AdapterSet:
                 raise NotFound(f"{directory} is not an adapter directory: it has no {file}", param="lora_path")
         config = _read_config(directory)
         found: dict[str, dict[str, Tensor]] = {}
-        for key, tensor in read_safetensors(directory / "adapter_model.safetensors").items():
+        tensors = read_safetensors(directory / "adapter_model.safetensors")
+        _check_values(tensors)
+        for key, tensor in tensors.items():
             match = _KEY.match(key)
             if match is None:
                 raise InvalidRequest(f"adapter tensor {key} is not a LoRA matrix of a linear layer")
-            if not bool(torch.isfinite(tensor).all()):
-                raise InvalidRequest(f"adapter tensor {key} holds values that are not finite", param="lora_path")
             found.setdefault(match["module"], {})[match["side"]] = tensor.float()
         if not found:
             raise InvalidRequest(f"{directory} has no LoRA matrices")
@@ -126,6 +145,8 @@ class AdapterSet:
         if len(self._pairs) >= self._max_adapters:
             raise Conflict(f"all {self._max_adapters} adapter slots are taken: {', '.join(sorted(self._pairs))}")
         self._pairs[name] = pairs
+        if name in self._stacked:  # an unloaded one stays there until another joins
+            self._forget_stacks()
         for module in pairs:
             if module not in self._hooks:
                 self._hooks[module] = self._linears[module].register_forward_hook(_Hook(self, module))
@@ -133,6 +154,8 @@ class AdapterSet:
     def unload(self, name: str) -> None:
         """Forget an adapter; an unknown name is no error."""
         self._pairs.pop(name, None)
+        if not self._pairs:
+            self._forget_stacks()
         needed = {module for pairs in self._pairs.values() for module in pairs}
         for module in [m for m in self._hooks if m not in needed]:
             self._hooks.pop(module).remove()
@@ -157,17 +180,42 @@ class AdapterSet:
         batch = self._batch
         if batch is None:
             return
+        if batch.tokens == 1 and len(batch.rows) > 1:
+            self._add_stacked(module, x, y, batch)
+            return
         for name, rows in batch.rows.items():
             pair = self._pairs[name].get(module)
             if pair is None:
                 continue
             index = rows if rows is None else _flat_rows(rows, x, batch)
             part = x if index is None else x[index]
-            delta = ((part.float() @ pair.a.T) @ pair.b.T).mul_(pair.scaling).to(y.dtype)
+            delta = ((part.float() @ pair.a.T) @ pair.b.T).to(y.dtype)
             if index is None:
                 y += delta
             else:
                 y[index] += delta
+
+    def _add_stacked(self, module: str, x: Tensor, y: Tensor, batch: _Batch) -> None:
+        """All adapters' deltas of a decode step at once; a column of another adapter than a row's own counts nothing."""
+        if not batch.rows.keys() <= set(self._stacked):
+            self._forget_stacks()
+            self._stacked = tuple(batch.rows)
+        stack = self._stacks.get(module)
+        if stack is None:
+            pairs = [self._pairs[name].get(module) for name in self._stacked]
+            if not any(pairs):  # the layer's hook is another adapter's
+                return
+            stack = self._stacks[module] = _stack(pairs)
+        foreign = batch.foreign.get(stack.ranks)
+        if foreign is None:
+            foreign = batch.foreign[stack.ranks] = _foreign_columns(batch, self._stacked, stack.ranks)
+        # Not by multiplying: what another adapter makes of a row may be infinite.
+        inner = (x.reshape(batch.size, -1).float() @ stack.a.T).masked_fill_(foreign, 0.0)
+        y += (inner @ stack.b.T).view_as(y).to(y.dtype)
+
+    def _forget_stacks(self) -> None:
+        self._stacked = ()
+        self._stacks.clear()
 
     def _pair(self, name: str, sides: dict[str, Tensor], config: Any) -> LoraPair:
         linear = self._linears.get(name)
@@ -186,7 +234,7 @@ class AdapterSet:
                 f"adapter module {name} maps {a.shape[1]} to {b.shape[0]} features, "
                 f"the layer maps {linear.in_features} to {linear.out_features}"
             )
-        return LoraPair(a, b, _scaling(name, rank, config))
+        return LoraPair(a, b * _scaling(name, rank, config))
 
 
 class _Hook:
@@ -198,6 +246,32 @@ class _Hook:
 
     def __call__(self, layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
         self._adapters.add_deltas(self._module, args[0], output)
+
+
+def _check_values(tensors: dict[str, Tensor]) -> None:
+    """One look at all of them, for every call of torch here takes the interpreter from the thread that steps."""
+    if not tensors or bool(torch.cat([tensor.reshape(-1).float() for tensor in tensors.values()]).isfinite().all()):
+        return
+    broken = next(name for name, tensor in tensors.items() if not bool(tensor.isfinite().all()))
+    raise InvalidRequest(f"adapter tensor {broken} holds values that are not finite", param="lora_path")
+
+
+def _stack(pairs: list[LoraPair | None]) -> _Stack:
+    found = [pair for pair in pairs if pair is not None]
+    return _Stack(
+        torch.cat([pair.a for pair in found]),
+        torch.cat([pair.b for pair in found], dim=1),
+        tuple(0 if pair is None else int(pair.a.shape[0]) for pair in pairs),
+    )
+
+
+def _foreign_columns(batch: _Batch, names: Sequence[str], ranks: tuple[int, ...]) -> Tensor:
+    owner = torch.full((batch.size,), -1)
+    for name, rows in batch.rows.items():
+        if rows is not None:
+            owner[rows] = names.index(name)
+    columns = torch.repeat_interleave(torch.arange(len(ranks)), torch.tensor(ranks))
+    return owner[:, None] != columns[None]
 
 
 def _flat_rows(rows: Tensor, x: Tensor, batch: _Batch) -> Tensor:
@@ -243,10 +317,12 @@ def _read_config(directory: Path) -> Any:
 
 def _scaling(name: str, rank: int, config: Any) -> float:
     """alpha / rank, or alpha / sqrt(rank) for rank-stabilised LoRA; patterns go before the common values."""
-    from peft.utils.other import get_pattern_key
+    alpha, declared = config.lora_alpha, config.r
+    if config.alpha_pattern or config.rank_pattern:
+        from peft.utils.other import get_pattern_key
 
-    alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern.keys(), name), config.lora_alpha)
-    declared = config.rank_pattern.get(get_pattern_key(config.rank_pattern.keys(), name), config.r)
+        alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern.keys(), name), alpha)
+        declared = config.rank_pattern.get(get_pattern_key(config.rank_pattern.keys(), name), declared)
     if declared != rank:
         raise InvalidRequest(f"adapter module {name} has rank {rank}, its config says {declared}")
     return float(alpha) / (math.sqrt(rank) if config.use_rslora else rank)
