@@ -155,9 +155,9 @@ def _check_prompt(request: GenerateRequest, info: EngineInfo) -> None:
 
 
 def _check_fields(request: GenerateRequest, info: EngineInfo) -> None:
-    honoured = set(info.capabilities.sampling_fields) | _ALWAYS_FINE
+    honoured = info.capabilities.sampling_fields
     for name, value in request.sampling.given().items():
-        if name not in honoured and value not in _NEUTRAL.get(name, ()):
+        if name not in _ALWAYS_FINE and name not in honoured and value not in _NEUTRAL.get(name, ()):
             raise InvalidRequest(
                 f"sampling_params.{name} is not available on the {info.engine} engine", param=f"sampling_params.{name}"
             )

@@ -5,6 +5,7 @@ the answer that the unary call gives.
 """
 
 import time
+from collections.abc import Iterable
 
 import msgspec
 import numpy as np
@@ -114,7 +115,8 @@ class Fold:
         if index in self._done:
             raise EngineProtocolError(f"choice {index} has an event after its terminal one")
         choice = self._choices.setdefault(index, _Open())
-        check_token_ids(event.token_ids, where=f"choice {index}")
+        if event.finish_reason is None or choice.ids:  # one that comes whole is checked as a whole
+            check_token_ids(event.token_ids, where=f"choice {index}")
         if event.logprobs is not None and event.logprobs.values.shape != event.token_ids.shape:
             raise EngineProtocolError(
                 f"choice {index}: {event.logprobs.values.size} logprobs for {event.token_ids.size} tokens"
@@ -204,6 +206,18 @@ class Fold:
         if self.plan.prompt_logprobs and response.prompt_logprobs is None and not ended_unstarted(response):
             raise EngineProtocolError("prompt logprobs were asked for and are missing")
         return response
+
+
+def folded(events: Iterable[Event], plan: FoldPlan, *, created: int | None = None) -> GenerateResponse:
+    """The whole, checked answer that events make.
+
+    Raises:
+        EngineProtocolError: they break the contract.
+    """
+    fold = Fold(plan)
+    for event in events:
+        fold.add(event)
+    return fold.response(created=created)
 
 
 def check_again(response: GenerateResponse, plan: FoldPlan) -> None:

@@ -4,6 +4,7 @@ One definition per identity, used alike by frontend and worker. The media identi
 NVIDIA Dynamo 1.6.1's frontend computes, so that both systems route the same content alike.
 """
 
+import functools
 import hashlib
 import struct
 from collections.abc import Iterable
@@ -132,6 +133,7 @@ class CacheScope:
             self._forgotten = max(self._forgotten, self._uses.pop(next(iter(self._uses))))
 
 
+@functools.lru_cache(maxsize=1024)
 def engine_salt(client_salt: str | None, *, scope: str | None) -> str | None:
     """The salt an engine gets: the client's, within a `CacheScope` where the server isolates versions.
 

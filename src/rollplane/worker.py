@@ -10,7 +10,6 @@ import contextlib
 import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator
-from contextlib import AsyncExitStack
 from typing import Final, Literal
 
 import msgspec
@@ -232,12 +231,9 @@ class Worker(WorkerAdmin):
         check_request(request, self.info)
         adapter_name = self._adapter_of(request)
         await self._hold()
-        async with AsyncExitStack() as stack:
+        async with self._lease(adapter_name) as record:
             generation: int | None = None
-            if adapter_name is not None:
-                if self.adapter_table is None:
-                    raise NotFound(f"model {adapter_name!r} does not exist", param="model")
-                record = await stack.enter_async_context(self.adapter_table.lease(adapter_name))
+            if record is not None:
                 request = msgspec.structs.replace(request, adapter=record.engine_name)
                 generation = record.generation
                 await self._hold()  # the lease may have waited for a swap
@@ -369,6 +365,13 @@ class Worker(WorkerAdmin):
                 f"model {name!r} does not exist: it is neither the base model nor a loaded adapter", param="model"
             )
         return name
+
+    def _lease(self, name: str | None) -> contextlib.AbstractAsyncContextManager[AdapterRecord | None]:
+        if name is None:
+            return contextlib.nullcontext()
+        if self.adapter_table is None:
+            raise NotFound(f"model {name!r} does not exist", param="model")
+        return self.adapter_table.lease(name)
 
     async def _hold(self) -> None:
         if self.policy is None or self.policy.state == "ready":

@@ -1,4 +1,4 @@
-"""A worker behind the internal hop, as an engine: one POST out, frames of events back.
+"""A worker behind the internal hop, as an engine: one POST out (`engines.hop_client`), frames of events back.
 
 The worker's state is followed beside the requests (its stream where it has one, else polled), so `info` and `health`
 never wait for the network. Closing the iterator closes the connection, and the worker aborts.
@@ -13,6 +13,7 @@ from typing import Any, Final, TypeVar
 import aiohttp
 import msgspec
 
+from rollplane.engines.hop_client import HopConnection, HopPool, watch_peer
 from rollplane.errors import (
     DeadlineExceeded,
     EngineProtocolError,
@@ -44,9 +45,6 @@ ABORT_PATH: Final = "/engine/abort_request"
 RENDER_S: Final = 120.0
 DEADLINE_GRACE_S: Final = 5.0
 """The worker ends a request at its deadline itself; only then is it taken for gone."""
-KEEPALIVE_IDLE_S: Final = 10
-KEEPALIVE_INTERVAL_S: Final = 5
-KEEPALIVE_PROBES: Final = 3
 SILENT_S: Final = HEARTBEAT_S * 3
 """A worker whose state stream says nothing for so long is taken for lost; it beats about once a second."""
 READ_BYTES: Final = 1 << 18
@@ -58,7 +56,7 @@ StateListener = Callable[["RemoteEngine"], None]
 
 
 class _Call:
-    """One request on its way; `drop` ends its wait, and every later one, with TransportError."""
+    """Something that is waited for; `drop` ends its wait, and every later one, with TransportError."""
 
     __slots__ = ("_dropped", "_scope")
 
@@ -116,7 +114,7 @@ class RemoteEngine:
         self.trouble: str | None = None
         self.inflight = 0
         self._idle = asyncio.Event()
-        self._calls: set[_Call] = set()
+        self._calls: set[_Call | HopConnection] = set()
         self._watched: set[_Call] = set()
         self._key = key
         self._frontend = frontend
@@ -126,6 +124,12 @@ class RemoteEngine:
         self._silent_s = silent_s
         self._session = session
         self._owns_session = session is None
+        self._pool = HopPool(
+            self.base_url,
+            GENERATE_PATH,
+            headers=self._headers({"Content-Type": MSGPACK, "Accept": FRAMES}),
+            connect_timeout_s=connect_timeout_s,
+        )
         self._follower: asyncio.Task[None] | None = None
         self._looked = asyncio.Event()
         self._listeners: list[StateListener] = []
@@ -185,6 +189,9 @@ class RemoteEngine:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(grace_s):
                     await self._idle.wait()
+        self._pool.close()
+        if self._owns_session:
+            self.drop_requests(f"the connections to worker {self.base_url} were closed")
         if self._session is not None and self._owns_session:
             await self._session.close()
             self._session = None
@@ -198,31 +205,17 @@ class RemoteEngine:
             DeadlineExceeded: nothing came within the request's deadline.
         """
         deadline_s = request.options.deadline_s
-        url = self.base_url + GENERATE_PATH
-        timeout = aiohttp.ClientTimeout(
-            total=None if deadline_s is None else deadline_s + DEADLINE_GRACE_S,
-            sock_connect=self._connect_timeout_s,
-            sock_read=self._read_timeout_s if deadline_s is None else None,
-        )
-        body = encode_hop_request(request, frontend=self._frontend, deadline_s=deadline_s)
-        headers = self._headers({"Content-Type": MSGPACK, "Accept": FRAMES, "X-Request-Id": request.request_id})
-        if request.traceparent is not None:
-            headers["traceparent"] = request.traceparent
-        answer: aiohttp.ClientResponse | None = None
-        call = _Call()
-        self._calls.add(call)
+        connection: HopConnection | None = None
         self.inflight += 1
         self._idle.clear()
         try:
-            answer = await call.wait(self._open_session().post(url, data=body, headers=headers, timeout=timeout))
-            del body
-            if answer.status != 200:
-                raise error_from_answer(answer.status, await answer.read(), answer.headers, url=url)
-            if answer.content_type != FRAMES:
-                raise EngineProtocolError(f"{url} answered {answer.content_type!r}, not {FRAMES}")
+            connection = self._pool.take() or await self._connected()
+            self._calls.add(connection)
+            self._post(connection, request, deadline_s=deadline_s)
+            await self._check_head(connection)
             reader = FrameReader()
             ended = False
-            while data := await call.wait(answer.content.readany()):
+            while data := await connection.read():
                 for frame in reader.cut(data):
                     big = len(frame) > BIG_FRAME_BYTES
                     for event in await asyncio.to_thread(decode_events, frame) if big else decode_events(frame):
@@ -233,17 +226,15 @@ class RemoteEngine:
             reader.finish()
             if not ended:
                 raise TransportError(f"worker {self.base_url} ended the answer to {request.request_id} early")
-        except (aiohttp.ClientError, OSError) as error:
+        except OSError as error:
             raise self._translate(error, deadline_s=deadline_s) from error
         finally:
             self.inflight -= 1
-            self._calls.discard(call)
             if not self.inflight:
                 self._idle.set()
-            if answer is not None and not answer.content.is_eof():
-                answer.close()  # the worker sees the hang-up and aborts
-            elif answer is not None:
-                answer.release()
+            if connection is not None:
+                self._calls.discard(connection)
+                self._pool.give(connection)  # one that is not at its end hangs up, and the worker aborts
 
     def drop_requests(self, reason: str) -> int:
         """Break off every request in flight with TransportError(`reason`), so that a router may send it elsewhere.
@@ -418,6 +409,36 @@ class RemoteEngine:
         for listener in self._listeners:
             listener(self)
 
+    # -- requests --------------------------------------------------------------------------------------------------
+
+    async def _connected(self) -> HopConnection:
+        call = _Call()
+        self._calls.add(call)
+        try:
+            return await call.wait(self._pool.open())
+        finally:
+            self._calls.discard(call)
+
+    def _post(self, connection: HopConnection, request: GenerateRequest, *, deadline_s: float | None) -> None:
+        body = encode_hop_request(request, frontend=self._frontend, deadline_s=deadline_s)
+        headers = {"X-Request-Id": request.request_id}
+        if request.traceparent is not None:
+            headers["traceparent"] = request.traceparent
+        connection.post(
+            self._pool.head(length=len(body), headers=headers),
+            body,
+            limit_s=self._read_timeout_s if deadline_s is None else deadline_s + DEADLINE_GRACE_S,
+            in_all=deadline_s is not None,
+        )
+
+    async def _check_head(self, connection: HopConnection) -> None:
+        status, url = await connection.head(), self.base_url + GENERATE_PATH
+        if status != 200:
+            raise error_from_answer(status, await connection.rest(), connection.headers, url=url)
+        kind = connection.headers.get("content-type", "")
+        if kind.partition(";")[0] != FRAMES:
+            raise EngineProtocolError(f"{url} answered {kind!r}, not {FRAMES}")
+
     # -- connections -----------------------------------------------------------------------------------------------
 
     def _open_session(self) -> aiohttp.ClientSession:
@@ -453,15 +474,7 @@ def worker_session() -> aiohttp.ClientSession:
 def _keepalive_socket(address: Any) -> socket.socket:
     family, kind, protocol = address[:3]
     sock = socket.socket(family=family, type=kind, proto=protocol)
-    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for name, value in (
-        ("TCP_KEEPIDLE", KEEPALIVE_IDLE_S),
-        ("TCP_KEEPINTVL", KEEPALIVE_INTERVAL_S),
-        ("TCP_KEEPCNT", KEEPALIVE_PROBES),
-    ):
-        option = getattr(socket, name, None)  # not every system has all three
-        if option is not None:
-            sock.setsockopt(socket.IPPROTO_TCP, option, value)
+    watch_peer(sock)
     return sock
 
 

@@ -23,6 +23,7 @@ from rollplane.protocol.artifacts import (
     wire_routes,
 )
 from rollplane.protocol.events import ServedBy
+from rollplane.protocol.invariants import is_one_each
 from rollplane.protocol.pieces import Holes, Piece, base64_pieces, in_blocks, msgpack_pieces, npy_pieces
 from rollplane.protocol.request import Encoding
 from rollplane.protocol.response import WIRE_VERSION as WIRE_VERSION
@@ -242,12 +243,15 @@ def _top_parts(
     top = logprobs.alternatives
     if top is None:
         return []
-    widths = np.diff(top.offsets)
-    width = int(widths[0])
-    if not (widths == width).all():
-        return [_top_cells(top)]
-    if width == 1 and np.array_equal(top.ids, token_ids) and np.array_equal(top.values, logprobs.values):
-        return [b'{"token":"token_id:', ids, b'","logprob":', values, b',"bytes":null}']
+    width = 1
+    if is_one_each(top.offsets):
+        if top.ids.tobytes() == token_ids.tobytes() and top.values.tobytes() == logprobs.values.tobytes():
+            return [b'{"token":"token_id:', ids, b'","logprob":', values, b',"bytes":null}']
+    else:
+        widths = np.diff(top.offsets)
+        width = int(widths[0])
+        if not (widths == width).all():
+            return [_top_cells(top)]
     top_ids, top_values = _cells(top.ids), _cells(top.values)
     parts: list[bytes | list[bytes]] = []
     for i in range(width):

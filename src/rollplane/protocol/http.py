@@ -20,7 +20,7 @@ def error_from_answer(status: int, body: bytes, headers: Mapping[str, str], *, u
         text = body[: MAX_QUOTED_CHARS * 4].decode("utf-8", "replace").strip()[:MAX_QUOTED_CHARS]
         found = {"message": f"{url} answered {status}: {text or 'an empty body'}"}
     error = error_from_body(found, status=status)
-    after = headers.get("Retry-After")
+    after = headers.get("Retry-After") or headers.get("retry-after")
     if after is not None and "retry_after_s" not in found:
         # The header may also carry a date; then our own pause is used.
         error.retry_after_s = float(after) if after.isascii() and after.isdigit() else error.retry_after_s

@@ -127,7 +127,7 @@ def check_token_ids(token_ids: Int32Array, *, where: str) -> None:
         raise EngineProtocolError(
             f"{where}: token_ids are {token_ids.dtype.name}{list(token_ids.shape)}, not int32 [T]"
         )
-    if token_ids.size and int(token_ids.min()) < 0:
+    if token_ids.size and np.minimum.reduce(token_ids) < 0:
         raise EngineProtocolError(f"{where}: token id {int(token_ids.min())} is negative")
 
 
@@ -136,7 +136,7 @@ def check_logprobs(logprobs: TokenLogprobs, *, tokens: int, where: str) -> None:
     _check_dtype(logprobs.values, np.float32, where=f"{where}: logprobs")
     if logprobs.values.shape != (tokens,):
         raise EngineProtocolError(f"{where}: {logprobs.values.size} logprobs for {tokens} tokens")
-    if not np.isfinite(logprobs.values).all():
+    if not np.logical_and.reduce(np.isfinite(logprobs.values)):
         bad = int(np.flatnonzero(~np.isfinite(logprobs.values))[0])
         raise EngineProtocolError(
             f"{where}: the logprob of sampled token {bad} is {float(logprobs.values[bad])}; the sample is unusable"
@@ -162,9 +162,9 @@ def check_alternatives(alternatives: Alternatives | PromptLogprobs, *, rows: int
             f"{where}: alternatives have {alternatives.ids.size} ids, {alternatives.values.size} values, "
             f"{alternatives.ranks.size} ranks"
         )
-    if not np.isfinite(alternatives.values).all():
+    if not np.logical_and.reduce(np.isfinite(alternatives.values)):
         raise EngineProtocolError(f"{where}: an alternative's logprob is not finite and was not floored")
-    _check_ids_once(alternatives.ids, alternatives.offsets, what=f"{where}: the alternatives")
+    _check_ids_once(alternatives.ids, alternatives.offsets, what=where, of="the alternatives")
 
 
 def check_prompt_logprobs(logprobs: PromptLogprobs, *, prompt_tokens: int) -> None:
@@ -193,16 +193,17 @@ def check_mask(mask: SamplingMask, token_ids: Int32Array, *, where: str) -> None
         raise EngineProtocolError(
             f"{where}: the sampling mask of token {bad} ({int(counts[bad])} ids) lacks the sampled id {int(token_ids[bad])}"
         )
-    _check_ids_once(mask.ids, mask.offsets, what=f"{where}: the sampling mask")
+    _check_ids_once(mask.ids, mask.offsets, what=where, of="the sampling mask")
 
 
-def _check_ids_once(ids: Int32Array, offsets: Int32Array, *, what: str) -> None:
+def _check_ids_once(ids: Int32Array, offsets: Int32Array, *, what: str, of: str) -> None:
     """No id is negative and no row holds one twice. Rows in rising order, as masks usually come, cost one pass."""
     if ids.size == 0:
         return
-    low, high = int(ids.min()), int(ids.max())
-    if low < 0 or high > INT32_MAX:
-        raise EngineProtocolError(f"{what}: id {low if low < 0 else high} is outside [0, {INT32_MAX}]")
+    if np.minimum.reduce(ids) < 0:
+        raise EngineProtocolError(f"{what}: {of}: id {int(ids.min())} is outside [0, {INT32_MAX}]")
+    if is_one_each(offsets):
+        return
     rising = ids[1:] > ids[:-1]
     borders = offsets[1:-1] - 1
     rising[borders[(borders >= 0) & (borders < rising.size)]] = True
@@ -214,7 +215,12 @@ def _check_ids_once(ids: Int32Array, offsets: Int32Array, *, what: str) -> None:
     twice = np.flatnonzero(keys[1:] == keys[:-1])
     if twice.size:
         key = int(keys[twice[0]])
-        raise EngineProtocolError(f"{what} of token {key >> 32} holds id {key & INT32_MAX} twice")
+        raise EngineProtocolError(f"{what}: {of} of token {key >> 32} holds id {key & INT32_MAX} twice")
+
+
+def is_one_each(offsets: Int32Array) -> bool:
+    """Whether every row has exactly one entry, as with `logprobs: 1`."""
+    return offsets.tobytes() == np.arange(offsets.size, dtype=np.int32).tobytes()
 
 
 def check_routes(
@@ -283,5 +289,5 @@ def _check_offsets(offsets: Int32Array, *, rows: int, entries: int, where: str) 
         raise EngineProtocolError(
             f"{where}: offsets run from {int(offsets[0])} to {int(offsets[-1])} over {entries} entries"
         )
-    if rows and int(np.diff(offsets).min()) < 0:
+    if rows and not is_one_each(offsets) and int(np.diff(offsets).min()) < 0:
         raise EngineProtocolError(f"{where}: offsets fall")

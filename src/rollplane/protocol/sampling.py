@@ -69,7 +69,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
 
     def given(self) -> dict[str, Any]:
         """The fields that hold a value (neither omitted nor null)."""
-        return {name: v for name in FIELD_NAMES if (v := getattr(self, name)) is not UNSET and v is not None}
+        fields = msgspec.structs.asdict(self)
+        return {name: value for name, value in fields.items() if value is not UNSET and value is not None}
 
     @property
     def top_k_limit(self) -> int:
@@ -180,38 +181,40 @@ def check_sampling(params: SamplingParams) -> None:
     Raises:
         InvalidRequest: naming the field, the value's kind and the limit.
     """
-    for name, (low, high, says) in _NUMBER_RANGES.items():
-        number = params.get(name)
-        if number is not None and not (low <= number <= high and math.isfinite(number)):
-            _refuse(name, f"must be {says}, got {number!r}")
-    for name, (least, most, says) in _COUNT_RANGES.items():
-        count = params.get(name)
-        if count is not None and not least <= count <= most:
-            _refuse(name, f"must be {says}, got {count!r}")
-    top_p = params.get("top_p")
+    given = params.given()
+    for name, value in given.items():
+        if name in _NUMBER_RANGES:
+            low, high, says = _NUMBER_RANGES[name]
+            if not (low <= value <= high and math.isfinite(value)):
+                _refuse(name, f"must be {says}, got {value!r}")
+        elif name in _COUNT_RANGES:
+            least, most, says = _COUNT_RANGES[name]
+            if not least <= value <= most:
+                _refuse(name, f"must be {says}, got {value!r}")
+    top_p = given.get("top_p")
     if top_p is not None and not 0.0 < top_p <= 1.0:
         _refuse("top_p", f"must be in (0, 1], got {top_p!r}")
-    repetition = params.get("repetition_penalty")
+    repetition = given.get("repetition_penalty")
     if repetition is not None and not (repetition > 0.0 and math.isfinite(repetition)):
         _refuse("repetition_penalty", f"must be > 0, got {repetition!r}")
-    max_tokens, min_tokens = params.get("max_tokens"), params.get("min_tokens", 0)
+    max_tokens, min_tokens = given.get("max_tokens"), given.get("min_tokens", 0)
     if max_tokens is not None and min_tokens > max_tokens:
         _refuse("min_tokens", f"is {min_tokens}, over max_tokens {max_tokens}")
-    seed = params.get("seed")
+    seed = given.get("seed")
     if seed is not None and seed + params.choices - 1 > INT64_MAX:
         _refuse("seed", f"is {seed}: the seed of choice {params.choices - 1}, seed + index, is no 64-bit integer")
     for name in ID_FIELDS:
-        ids = params.get(name)
+        ids = given.get(name)
         if ids and not (min(ids) >= 0 and max(ids) <= INT32_MAX):
             bad = next(x for x in ids if not 0 <= x <= INT32_MAX)
             _refuse(name, f"holds {bad}, outside [0, {INT32_MAX}]")
-    for token_id, bias in params.get("logit_bias", {}).items():
+    for token_id, bias in given.get("logit_bias", {}).items():
         if not math.isfinite(bias):
             _refuse("logit_bias", f"of token {token_id} must be finite, got {bias!r}")
-    if params.get("allowed_token_ids") == []:
+    if given.get("allowed_token_ids") == []:
         _refuse("allowed_token_ids", "must not be empty: no token could be sampled")
     _check_stop(params.stop_strings)
-    for i, word in enumerate(params.get("bad_words", [])):
+    for i, word in enumerate(given.get("bad_words", [])):
         if not word:
             _refuse(f"bad_words[{i}]", "must not be empty")
 

@@ -13,18 +13,18 @@ import hashlib
 import hmac
 import ipaddress
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
 from urllib.parse import urlsplit
 
 import structlog
-from starlette.datastructures import Headers
 from starlette.routing import BaseRoute, Match
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rollplane.config import read_keys
 from rollplane.errors import Forbidden, InvalidRequest, NotFound, RollplaneError, Unauthenticated
+from rollplane.server.peer import head_of
 
 Access = Literal["open", "data", "admin"]
 RELOAD_S = 1.0
@@ -129,6 +129,9 @@ class AuthMiddleware:
         self._keys = keys
         self._routes = routes
         self._refuse = refuse
+        # By path, for those without parameters: which route a path finds never changes.
+        plain = [str(path) for route in routes if "{" not in (path := getattr(route, "path", "{"))]
+        self._access = {path: required_access(_asking_for(path), routes) for path in plain}
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Admit the request or answer 401 or 403."""
@@ -143,8 +146,9 @@ class AuthMiddleware:
         await self._app(scope, receive, send)
 
     def _admit(self, scope: Scope) -> str:
-        needs = required_access(scope, self._routes)
-        headers = Headers(scope=scope)
+        known = None if scope.get("root_path") else self._access.get(scope["path"])
+        needs = known or required_access(scope, self._routes)
+        headers = head_of(scope)
         # The socket's own port, which no header can say otherwise.
         if needs == "admin" and self._admin_port not in (None, (scope.get("server") or ("", None))[1]):
             raise NotFound("this route is served on the administration's own port")
@@ -177,7 +181,11 @@ def required_access(scope: Scope, routes: Sequence[BaseRoute]) -> Access:
     return "data"
 
 
-def check_local(headers: Headers) -> None:
+def _asking_for(path: str) -> Scope:
+    return {"type": "http", "method": "POST", "path": path, "root_path": "", "headers": []}
+
+
+def check_local(headers: Mapping[str, str]) -> None:
     """Refuse what a web page could send to an open server on loopback.
 
     Raises:

@@ -8,16 +8,18 @@ uvicorn bounds idle connections alone: one that sends a byte of a head now and t
 """
 
 import asyncio
+from collections.abc import Callable
 from http import HTTPStatus
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import structlog
 from starlette.types import Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
 
 from rollplane.config import ServerSettings
 from rollplane.errors import HeadTimeout, HeadTooLarge, InvalidRequest, RollplaneError, Unavailable
 from rollplane.server.error_responses import error_response
+from rollplane.server.peer import PEER
 
 MAX_HEAD_BYTES: Final = 64 * 2**10
 """Of a request line and headers that come in pieces; uvicorn takes at most 256 KiB at once."""
@@ -31,6 +33,30 @@ REFUSALS: Final = 256
 log = structlog.get_logger("rollplane.server")
 
 
+class _Peer:
+    """See `server.peer.Peer`."""
+
+    __slots__ = ("_cycle", "hang_ups")
+
+    def __init__(self, cycle: RequestResponseCycle, hang_ups: set[Callable[[], Any]]) -> None:
+        self._cycle = cycle
+        self.hang_ups = hang_ups
+
+    @property
+    def gone(self) -> bool:
+        return self._cycle.disconnected
+
+    def take_body(self) -> bytes | None:
+        cycle = self._cycle
+        if cycle.more_body or cycle.disconnected or cycle.waiting_for_100_continue:
+            return None
+        body = bytes(cycle.body)
+        cycle.body = bytearray()
+        cycle.message_event.clear()
+        cycle.flow.resume_reading()
+        return body
+
+
 class Connection(HttpToolsProtocol):
     """See the module; `settings` has the limits."""
 
@@ -42,6 +68,7 @@ class Connection(HttpToolsProtocol):
         self._head_bytes = 0
         self._rest_timer: asyncio.TimerHandle | None = None
         self._rest_bytes = 0
+        self._hang_ups: set[Callable[[], Any]] = set()
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take a connection, also above the limit: its request is answered with a 503 then."""
@@ -58,6 +85,8 @@ class Connection(HttpToolsProtocol):
         self._head_arrived()
         self._end_rest()
         super().connection_lost(exc)
+        for tell in list(self._hang_ups):
+            tell()
 
     def data_received(self, data: bytes) -> None:
         """Read on; a head that is not whole yet, or what is left of an answered body, only within its bounds."""
@@ -82,6 +111,8 @@ class Connection(HttpToolsProtocol):
         self._busy = True
         self._head_arrived()
         super().on_headers_complete()
+        # The task that serves it has been made, and has not run yet.
+        self.cycle.scope["extensions"] = cast("Any", {PEER: _Peer(self.cycle, self._hang_ups)})
 
     def on_message_complete(self) -> None:
         """The body is whole, so the connection may be used again."""

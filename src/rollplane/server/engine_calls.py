@@ -1,7 +1,7 @@
 """How the HTTP app runs an engine: its events taken in order, closed whatever happens, big work off the event loop."""
 
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine, Sequence
 from contextlib import asynccontextmanager
 from typing import Any, Final, Protocol, runtime_checkable
 
@@ -58,6 +58,17 @@ async def info_of(
     return info
 
 
+async def whole_answer(engine: Engine, request: GenerateRequest) -> list[Event]:
+    """Every event of one unary request. Being cancelled stops the engine's work on it."""
+    events = engine.generate(request)
+    try:
+        return [event async for event in events]
+    finally:
+        close = getattr(events, "aclose", None)
+        if close is not None:
+            await close()
+
+
 @asynccontextmanager
 async def running(engine: Engine, request: GenerateRequest) -> AsyncGenerator[AsyncIterator[Event], None]:
     """The events of one request; leaving the block stops the engine's work on it."""
@@ -73,6 +84,11 @@ async def running(engine: Engine, request: GenerateRequest) -> AsyncGenerator[As
 async def add_event(service: Service, fold: Fold, event: Event) -> Choice | None:
     """Take one event into a fold; the checks of a big one run in the pool."""
     return await service.in_pool(fold.add, event, big=is_big(event))
+
+
+def any_big(events: Sequence[Event]) -> bool:
+    """See `is_big`."""
+    return any(is_big(event) for event in events)
 
 
 def is_big(event: Event) -> bool:

@@ -1,26 +1,28 @@
 """`POST /inference/v1/generate`: read, run, fold, write; unary here, streams in `server.sse`."""
 
+import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Final
 
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.types import ASGIApp
 
 from rollplane.admission import wants_mask, wants_routes
 from rollplane.errors import InvalidRequest, Unavailable
-from rollplane.fold import Fold, FoldPlan
+from rollplane.fold import FoldPlan, folded
 from rollplane.protocol.answer import RoutesForm, encode_json, encode_msgpack, encode_pieces, json_pieces
 from rollplane.protocol.info import EngineInfo
 from rollplane.protocol.pieces import Piece
 from rollplane.protocol.request import JSON, MSGPACK, GenerateRequest, RequestLimits, parse_request
-from rollplane.server.engine_calls import BIG_BODY_BYTES, BIG_NUMBERS, add_event, info_of, is_big, running
+from rollplane.server.engine_calls import BIG_BODY_BYTES, BIG_NUMBERS, any_big, info_of, whole_answer
 from rollplane.server.error_responses import as_rollplane_error
+from rollplane.server.peer import head_of, peer_of
 from rollplane.server.pieces import PiecesAnswer
 from rollplane.server.service import Service
 from rollplane.server.sse import EventStream
 from rollplane.server.watch import read_body, run_unanswered
+from rollplane.server.whole import WholeAnswer
 
 EVENT_STREAM: Final = "text/event-stream"
 
@@ -50,6 +52,7 @@ async def serve(
         RollplaneError: see `generate`.
     """
     service: Service = request.app.state.service
+    head, peer = head_of(request.scope), peer_of(request.scope)
     arrived = time.monotonic()
     stream = False
     try:
@@ -58,52 +61,49 @@ async def serve(
         body = await read_body(
             request.receive,
             limit_bytes=service.settings.max_body_bytes,
-            headers=request.headers,
+            headers=head,
             timeout_s=service.settings.body_timeout_s,
+            peer=peer,
         )
-        asked = await read_request(request, body, service)
+        asked = await read_request(head, body, service)
         del body
         if prepare is not None:
             prepare(asked)
         stream = asked.stream
         request.scope["rollplane.request_id"] = asked.request_id
-        wanted = wanted_type(request.headers.get("accept"), stream=stream)
+        wanted = wanted_type(head.get("accept"), stream=stream)
         info = await info_of(service, request.receive, model=asked.model, options=asked.options, caller=asked.caller)
         plan = plan_for(asked, info, exact=service.role == "worker")
         encoding = asked.options.routed_experts_encoding or service.settings.routes_encoding
         if stream:
             return EventStream(service, asked, plan, routes=encoding, arrived=arrived)
         with service.one_in_flight():
-            answer = await run_unanswered(
-                _answer(service, asked, plan, wanted=wanted, routes=routes or encoding), request.receive
-            )
+            work = _answer(service, asked, plan, wanted=wanted, routes=routes or encoding)
+            answer = await run_unanswered(work, request.receive, peer=peer)
     except Exception as error:
         found = as_rollplane_error(error)
         service.metrics.count_error(found, stream=stream)
         raise found from error
-    service.metrics.requests.labels(outcome="ok", stream="false").inc()
-    service.metrics.latency.labels(stream="false").observe(time.monotonic() - arrived)
+    service.metrics.count_whole(time.monotonic() - arrived)
     if isinstance(answer, bytes):
-        return Response(answer, media_type=wanted)
+        return WholeAnswer(answer, kind=wanted.encode())
     return PiecesAnswer(answer, media_type=wanted, stall_s=service.settings.write_stall_s)
 
 
-async def read_request(request: Request, body: bytes, service: Service) -> GenerateRequest:
-    """The checked request in a body; a big one is read in the pool."""
+async def read_request(head: Mapping[str, str], body: bytes, service: Service) -> GenerateRequest:
+    """The checked request in a body and its head; a big one is read in the pool."""
     limits = RequestLimits(
         max_prompt_tokens=service.settings.max_prompt_tokens,
         max_feature_bytes=service.settings.max_feature_bytes,
         drop_unknown_sampling=service.settings.drop_unknown_sampling,
     )
-    headers = {name.lower(): value for name, value in request.headers.items()}
-    content_type = headers.get("content-type", JSON)
-
-    def read() -> GenerateRequest:
-        return parse_request(body, content_type=content_type, headers=headers, limits=limits)
-
+    read = functools.partial(
+        parse_request, body, content_type=head.get("content-type", JSON), headers=head, limits=limits
+    )
     return await service.in_pool(read, big=len(body) > BIG_BODY_BYTES)
 
 
+@functools.lru_cache(maxsize=64)
 def wanted_type(accept: str | None, *, stream: bool) -> str:
     """The content type of the answer: JSON unless msgpack is named; a stream is always server-sent events.
 
@@ -125,10 +125,10 @@ def plan_for(request: GenerateRequest, info: EngineInfo, *, exact: bool = True) 
         exact: this engine's capabilities are the ones that serve the request, so what it gives by default must be
             there. False for a fleet, whose workers may differ: then it may be there.
     """
-    routes: bool | None = wants_routes(request, info)
-    mask: bool | None = wants_mask(request, info)
-    if not exact and not request.scores_only:
-        routes, mask = request.options.routed_experts, request.options.sampling_mask
+    routes: bool | None = request.options.routed_experts
+    mask: bool | None = request.options.sampling_mask
+    if exact or request.scores_only:
+        routes, mask = wants_routes(request, info), wants_mask(request, info)
     return FoldPlan(
         request_id=request.request_id,
         model=request.model or info.model,
@@ -145,13 +145,9 @@ def plan_for(request: GenerateRequest, info: EngineInfo, *, exact: bool = True) 
 async def _answer(
     service: Service, request: GenerateRequest, plan: FoldPlan, *, wanted: str, routes: RoutesForm
 ) -> bytes | list[Piece]:
-    fold = Fold(plan)
-    big = False
-    async with running(service.engine, request) as events:
-        async for event in events:
-            big = big or is_big(event)
-            await add_event(service, fold, event)
-    response = fold.response()
+    events = await whole_answer(service.engine, request)
+    big = any_big(events)
+    response = await service.in_pool(folded, events, plan, big=big)
     service.metrics.count_response(response)
     if not big and response.usage.completion_tokens <= BIG_NUMBERS:
         return encode_msgpack(response) if wanted == MSGPACK else encode_json(response, routes=routes)

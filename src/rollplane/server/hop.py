@@ -9,7 +9,6 @@ import time
 from typing import Final
 
 from starlette.requests import Request
-from starlette.responses import Response
 from starlette.types import ASGIApp, Receive, Scope, Send
 
 from rollplane.errors import InvalidRequest, RollplaneError, Unavailable, UnsupportedMedia, error_body
@@ -18,13 +17,17 @@ from rollplane.protocol.events import ErrorEvent, Event, HopEvent
 from rollplane.protocol.hop import FRAMES, WIRE_HEADER, decode_hop_request, encode_frame, frame_pieces
 from rollplane.protocol.pieces import Piece
 from rollplane.protocol.request import MSGPACK, GenerateRequest
-from rollplane.server.engine_calls import BIG_BODY_BYTES, is_big, running, stream_answer
+from rollplane.server.engine_calls import BIG_BODY_BYTES, any_big, is_big, running, stream_answer, whole_answer
 from rollplane.server.error_responses import as_rollplane_error, error_response
+from rollplane.server.peer import head_of, peer_of
 from rollplane.server.pieces import PiecesAnswer, send_pieces
 from rollplane.server.service import Service
 from rollplane.server.watch import read_body, run_unanswered
+from rollplane.server.whole import WholeAnswer
 
-WIRE_BYTES: Final = str(WIRE_VERSION).encode()
+WIRE: Final = str(WIRE_VERSION)
+KIND: Final = FRAMES.encode()
+SPOKEN: Final = ((WIRE_HEADER.encode(), WIRE.encode()),)
 
 
 async def hop_generate(request: Request) -> ASGIApp:
@@ -45,33 +48,33 @@ async def hop_generate(request: Request) -> ASGIApp:
         if stream:
             return FrameStream(service, asked, arrived=arrived)
         with service.one_in_flight():
-            frame = await run_unanswered(_one_frame(service, asked), request.receive)
+            frame = await run_unanswered(_one_frame(service, asked), request.receive, peer=peer_of(request.scope))
     except Exception as error:
         found = as_rollplane_error(error)
         service.metrics.count_error(found, stream=stream)
         raise found from error
-    service.metrics.requests.labels(outcome="ok", stream="false").inc()
-    service.metrics.latency.labels(stream="false").observe(time.monotonic() - arrived)
-    headers = {WIRE_HEADER: str(WIRE_VERSION)}
+    service.metrics.count_whole(time.monotonic() - arrived)
     if isinstance(frame, bytes):
-        return Response(frame, media_type=FRAMES, headers=headers)
-    return PiecesAnswer(frame, media_type=FRAMES, headers=headers, stall_s=service.settings.write_stall_s)
+        return WholeAnswer(frame, kind=KIND, headers=SPOKEN)
+    return PiecesAnswer(frame, media_type=FRAMES, headers={WIRE_HEADER: WIRE}, stall_s=service.settings.write_stall_s)
 
 
 async def _read(request: Request, service: Service) -> GenerateRequest:
-    wire = request.headers.get(WIRE_HEADER)
-    if wire != str(WIRE_VERSION):
+    head = head_of(request.scope)
+    wire = head.get(WIRE_HEADER)
+    if wire != WIRE:
         raise InvalidRequest(
             f"header {WIRE_HEADER} is {wire!r}, this worker speaks wire version {WIRE_VERSION}", param=WIRE_HEADER
         )
-    kind = request.headers.get("content-type", "").split(";", 1)[0].strip().lower()
+    kind = head.get("content-type", "").split(";", 1)[0].strip().lower()
     if kind != MSGPACK:
         raise UnsupportedMedia(f"Content-Type {kind!r} is not read here; send {MSGPACK}")
     body = await read_body(
         request.receive,
         limit_bytes=service.settings.max_body_bytes,
-        headers=request.headers,
+        headers=head,
         timeout_s=service.settings.body_timeout_s,
+        peer=peer_of(request.scope),
     )
     hop = await service.in_pool(decode_hop_request, body, big=len(body) > BIG_BODY_BYTES)
     if hop.deadline_s is not None:
@@ -80,13 +83,8 @@ async def _read(request: Request, service: Service) -> GenerateRequest:
 
 
 async def _one_frame(service: Service, request: GenerateRequest) -> bytes | list[Piece]:
-    events: list[HopEvent] = []
-    big = False
-    async with running(service.engine, request) as source:
-        async for event in source:
-            big = big or is_big(event)
-            events.append(event)
-    return await service.in_pool(frame_pieces, events) if big else encode_frame(events)
+    events = await whole_answer(service.engine, request)
+    return await service.in_pool(frame_pieces, events) if any_big(events) else encode_frame(events)
 
 
 class FrameStream:
@@ -115,7 +113,7 @@ class FrameStream:
             if self._error is not None and not self._ready:
                 await error_response(self._error)(scope, receive, send)
                 return self._error
-            headers = [(b"content-type", FRAMES.encode()), (WIRE_HEADER.encode(), WIRE_BYTES)]
+            headers = [(b"content-type", KIND), *SPOKEN]
             await send({"type": "http.response.start", "status": 200, "headers": headers})
             while True:
                 await self._arrived_event.wait()

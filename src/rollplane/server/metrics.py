@@ -58,18 +58,29 @@ class Metrics:
         self.policy_age = Gauge("rollplane_policy_version_age_seconds", "How long this version has been current", **to)
         self.vllm = VllmMetrics(self.registry)
         self.worker_policy = PolicyMetrics(self.registry)
+        # Finding the child of two labels costs more than counting, and these are counted with every request.
+        self._whole = self.requests.labels(outcome="ok", stream="false")
+        self._whole_latency = self.latency.labels(stream="false")
         self._state_since: tuple[str, float] = ("", 0.0)
         self._version_since: tuple[str, float] = ("", 0.0)
 
     def __repr__(self) -> str:
         return f"<Metrics at {self._version_since[0]!r}, {self._state_since[0] or 'not scraped'}>"
 
+    def count_whole(self, seconds: float) -> None:
+        """Count a request that was answered in one go, so long after it arrived."""
+        self._whole.inc()
+        self._whole_latency.observe(seconds)
+
     def count_response(self, response: GenerateResponse) -> None:
-        """Count a whole answer."""
-        self.prompt_tokens.inc(response.usage.prompt_tokens)
-        self.completion_tokens.inc(response.usage.completion_tokens)
-        self.cached_tokens.inc(response.usage.cached_tokens or 0)
-        self.floored.inc(response.served_by.floored_logprobs)
+        """Count what a whole answer says."""
+        usage, floored = response.usage, response.served_by.floored_logprobs
+        self.prompt_tokens.inc(usage.prompt_tokens)
+        self.completion_tokens.inc(usage.completion_tokens)
+        if usage.cached_tokens:
+            self.cached_tokens.inc(usage.cached_tokens)
+        if floored:
+            self.floored.inc(floored)
 
     def count_error(self, error: RollplaneError, *, stream: bool) -> None:
         """Count a request that failed, by its error's code."""

@@ -1,12 +1,12 @@
 """The outermost middleware: a request id on every answer, and an answer of our shape for every unexpected error."""
 
-import uuid
+import os
 from urllib.parse import quote
 
-from starlette.datastructures import Headers, MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from rollplane.server.error_responses import as_rollplane_error, error_response
+from rollplane.server.peer import head_of
 
 MAX_ECHOED_CHARS = 256
 
@@ -22,16 +22,16 @@ class ObserveMiddleware:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
-        given = Headers(scope=scope).get("x-request-id")
-        scope["rollplane.request_id"] = given if given and len(given) <= MAX_ECHOED_CHARS else uuid.uuid4().hex
+        given = head_of(scope).get("x-request-id")
+        scope["rollplane.request_id"] = given if given and len(given) <= MAX_ECHOED_CHARS else os.urandom(16).hex()
         started = False
 
         async def send_with_id(message: Message) -> None:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                headers = MutableHeaders(scope=message)
-                headers["X-Request-Id"] = header_text(scope["rollplane.request_id"])
+                name = header_text(scope["rollplane.request_id"])
+                message["headers"] = [*message.get("headers", ()), (b"x-request-id", name.encode("latin-1"))]
             await send(message)
 
         try:

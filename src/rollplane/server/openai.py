@@ -106,8 +106,7 @@ async def _serve(request: Request, *, chat: bool) -> ASGIApp:
         found = in_callers_words(as_rollplane_error(error), prompt="messages" if chat else "prompt")
         service.metrics.count_error(found, stream=stream)
         raise found from error
-    service.metrics.requests.labels(outcome="ok", stream="false").inc()
-    service.metrics.latency.labels(stream="false").observe(time.monotonic() - arrived)
+    service.metrics.count_whole(time.monotonic() - arrived)
     return Response(answer, media_type=JSON)
 
 

@@ -2,9 +2,8 @@
 
 import asyncio
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol, TypeVar
 
@@ -32,6 +31,12 @@ class Lifecycle:
 
     def __repr__(self) -> str:
         return f"<Lifecycle {'draining' if self.draining else 'serving'}, {self.in_flight} in flight>"
+
+    def __enter__(self) -> None:
+        self.in_flight += 1
+
+    def __exit__(self, *exc: object) -> None:
+        self.in_flight -= 1
 
 
 class Others(Protocol):
@@ -78,16 +83,13 @@ class Service:
     pool: ThreadPoolExecutor = field(default_factory=lambda: ThreadPoolExecutor(2, thread_name_prefix="rollplane-big"))
     """Where bodies and answers too big for the event loop are read, checked and written."""
 
-    @contextmanager
-    def one_in_flight(self) -> Generator[None, None, None]:
-        """Counts a request for as long as the block lasts."""
-        self.metrics.in_flight.inc()
-        self.lifecycle.in_flight += 1
-        try:
-            yield
-        finally:
-            self.metrics.in_flight.dec()
-            self.lifecycle.in_flight -= 1
+    def __post_init__(self) -> None:
+        lifecycle = self.lifecycle
+        self.metrics.in_flight.set_function(lambda: lifecycle.in_flight)
+
+    def one_in_flight(self) -> Lifecycle:
+        """Counts a request for as long as a block with it lasts."""
+        return self.lifecycle
 
     async def in_pool(self, work: Callable[..., T], *args: Any, big: bool = True) -> T:
         """The result of `work`, in the pool when it is big, else here and now."""

@@ -13,17 +13,21 @@ from typing import Any, TypeVar
 from starlette.types import Receive, Scope, Send
 
 from rollplane.errors import Cancelled, PayloadTooLarge, Unavailable, UnsupportedMedia
+from rollplane.server.peer import Peer
 
 T = TypeVar("T")
 
 
-async def read_body(receive: Receive, *, limit_bytes: int, headers: Mapping[str, str], timeout_s: float) -> bytes:
+async def read_body(
+    receive: Receive, *, limit_bytes: int, headers: Mapping[str, str], timeout_s: float, peer: Peer | None = None
+) -> bytes:
     """The request's whole body.
 
     Args:
         limit_bytes: largest body; a declared Content-Length over it is refused before anything is read.
         headers: the request's; a Content-Encoding is refused, since a small body could unpack to any size.
         timeout_s: longest time for all of it to arrive.
+        peer: the caller's end, where it is known: a body that is here already takes no wait.
 
     Raises:
         PayloadTooLarge: the message says the limit. UnsupportedMedia: the body is compressed.
@@ -38,6 +42,11 @@ async def read_body(receive: Receive, *, limit_bytes: int, headers: Mapping[str,
     declared = headers.get("content-length")
     if declared is not None and declared.isdigit() and int(declared) > limit_bytes:
         raise PayloadTooLarge(f"the body has {int(declared)} bytes, the limit is {limit_bytes}")
+    whole = None if peer is None else peer.take_body()
+    if whole is not None:
+        if len(whole) > limit_bytes:
+            raise PayloadTooLarge(f"the body is larger than the limit of {limit_bytes} bytes")
+        return whole
     parts: list[bytes] = []
     size = 0
     try:
@@ -86,11 +95,14 @@ async def run_watched(work: Coroutine[Any, Any, T], receive: Receive) -> T:
             await gone
 
 
-async def run_unanswered(work: Coroutine[Any, Any, T], receive: Receive) -> T:
+async def run_unanswered(work: Coroutine[Any, Any, T], receive: Receive, *, peer: Peer | None = None) -> T:
     """As `run_watched`, for work that sends nothing itself: what it makes is sent later.
 
     Such work may run in the present task: one of its own, and a wait for either, cost a small request a tenth of its
     time. Work that sends its answer would be cancelled by its own last byte, which ends the wait for a hang-up too.
+
+    Args:
+        peer: the caller's end, where it is known: it tells of the hang-up itself. None: a task waits for it.
 
     Raises:
         Cancelled: the caller hung up first.
@@ -100,13 +112,21 @@ async def run_unanswered(work: Coroutine[Any, Any, T], receive: Receive) -> T:
         raise RuntimeError("there is no task to run this in")
     left = False
 
-    async def watch() -> None:
+    def leave() -> None:
         nonlocal left
-        await hung_up(receive)
         left = True
         task.cancel()
 
-    gone = asyncio.ensure_future(watch())
+    async def watch() -> None:
+        await hung_up(receive)
+        leave()
+
+    if peer is not None and peer.gone:
+        work.close()
+        raise Cancelled("the caller hung up")
+    gone = asyncio.ensure_future(watch()) if peer is None else None
+    if peer is not None:
+        peer.hang_ups.add(leave)
     try:
         return await work
     except BaseException as error:
@@ -114,7 +134,10 @@ async def run_unanswered(work: Coroutine[Any, Any, T], receive: Receive) -> T:
             raise Cancelled("the caller hung up") from None
         raise
     finally:
-        gone.cancel()
+        if peer is not None:
+            peer.hang_ups.discard(leave)
+        if gone is not None:
+            gone.cancel()
 
 
 class WatchedAnswer(ABC):

@@ -7,9 +7,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from rollplane import fold
 from rollplane.admission import wants_mask, wants_routes
 from rollplane.engines.base import Engine
-from rollplane.fold import Fold, FoldPlan
+from rollplane.fold import FoldPlan
 from rollplane.protocol.events import Event
 from rollplane.protocol.info import EngineInfo
 from rollplane.protocol.request import GenerateRequest, RequestOptions
@@ -74,10 +75,7 @@ def folded(events: list[Event], plan: FoldPlan) -> GenerateResponse:
     Raises:
         EngineProtocolError: they break the contract.
     """
-    fold = Fold(plan)
-    for event in events:
-        fold.add(event)
-    return fold.response(created=0)
+    return fold.folded(events, plan, created=0)
 
 
 async def answer(engine: Engine, request: GenerateRequest) -> GenerateResponse:

@@ -57,6 +57,7 @@ class LiveCalls:
         self._translate = translate
         self._logprobs_mode = logprobs_mode
         self._tasks: list[asyncio.Task[Any]] = []
+        self._only: grpc.aio.Call | None = None
         self._closed = False
         self._recomputed = 0
         self._warnings: list[str] = []
@@ -78,6 +79,8 @@ class LiveCalls:
         self._closed = True
         for task in self._tasks:
             task.cancel()
+        if self._only is not None:
+            self._only.cancel()
 
     async def events(self) -> AsyncIterator[Event]:
         """The request's events, in order."""
@@ -98,20 +101,24 @@ class LiveCalls:
 
     async def _whole(self) -> list[Event]:
         call = self._counted if self.streams else self._unary
-        self._tasks = [asyncio.create_task(call(i)) for i in range(len(self._wires))]
         try:
-            choices = await asyncio.gather(*self._tasks)
+            if len(self._wires) == 1:
+                choices = [await call(0)]
+            else:
+                self._tasks = [asyncio.create_task(call(i)) for i in range(len(self._wires))]
+                choices = await asyncio.gather(*self._tasks)
         except asyncio.CancelledError:
             task = asyncio.current_task()
             if self._closed and task is not None and not task.cancelling():
                 raise EngineDied("the engine was closed") from None
             raise
-        return ([] if self._prompt is None else [self._prompt]) + list(choices)
+        return [*([] if self._prompt is None else [self._prompt]), *choices]
 
     async def _unary(self, i: int) -> ChoiceEvent:
         reader = self._readers[i]
         with self._pool.lane() as lane:
             call = lane.inference.Generate(self._wires[i], timeout=self._timeout_s, metadata=self._metadata)
+            self._only = call if len(self._wires) == 1 else None
             try:
                 answer = await call
             except grpc.aio.AioRpcError as error:
@@ -167,6 +174,7 @@ class LiveCalls:
         reader, tracker = self._readers[i], self.trackers[i]
         with self._pool.lane() as lane:
             call = lane.inference.GenerateStream(self._wires[i], timeout=self._timeout_s, metadata=self._metadata)
+            self._only = call if len(self._wires) == 1 else None
             try:
                 async for answer in call:
                     prompt, choice = reader.read(answer)

@@ -1,7 +1,8 @@
 """Rows of serialized `vllm.CandidateTokenInfo` as arrays, without an object per candidate. Pure.
 
 A candidate is `0a LEN 08 ID 15 LOGPROB 18 RANK`, a zero field left out; ID and RANK are varints, LOGPROB four bytes.
-Candidates are found and read for all rows at once. Rows that look otherwise are read by protobuf itself.
+Candidates are found and read for all rows at once: many by arrays, few by protobuf, as the one message that rows make when
+they are joined. Rows that look otherwise are read by protobuf one by one.
 """
 
 from collections.abc import Sequence
@@ -20,8 +21,8 @@ Positions = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
 MAX_FAST_ROW_BYTES: Final = 64 * 19  # beyond, walking along the rows costs more than reading them one by one
-FEW_BYTES: Final = 48 * 14
-"""Rows of so few bytes in all, such as the one of a stream's message, are read one by one: arrays have a price of their own."""
+FEW_BYTES: Final = 192 * 13
+"""Rows of so few bytes in all are read by protobuf: arrays have a price of their own."""
 _PADDING: Final = bytes(8)  # so that looking at a field never looks past the end
 _VARINT_BYTES: Final = 5
 _FLOAT_BYTES: Final = np.arange(1, 5)
@@ -44,12 +45,41 @@ def read_candidates(rows: Sequence[bytes]) -> Candidates:
         EngineProtocolError: a row that is none, or an id that does not fit int32.
     """
     rows = list(rows)  # every walk along protobuf's own list makes all of its bytes again
-    if len(rows) <= FEW_BYTES and sum(map(len, rows)) <= FEW_BYTES:
-        return _read_one_by_one(rows)
-    lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
-    if lengths.size and int(lengths.max()) > MAX_FAST_ROW_BYTES:
-        return _read_one_by_one(rows)
-    return _read_at_once(rows, lengths) or _read_one_by_one(rows)
+    sizes = list(map(len, rows))
+    if sum(sizes) <= FEW_BYTES or max(sizes) > MAX_FAST_ROW_BYTES:
+        return _read_joined(rows, sizes) or _read_one_by_one(rows)
+    return _read_at_once(rows, np.array(sizes, dtype=np.int64)) or _read_one_by_one(rows)
+
+
+def _read_joined(rows: Sequence[bytes], sizes: list[int]) -> Candidates | None:
+    """None where a row is not laid out as expected: only of rows that end with a candidate the join is their sum."""
+    counts: list[int] | None = None
+    if not all(sizes) or [row[1] + 2 if row[0] == _TAG_TOKEN else 0 for row in rows] != sizes:
+        counts = [_count(row) for row in rows]
+        if -1 in counts:
+            return None
+    try:
+        tokens: list[Any] = list(pb.CandidateTokenInfo.FromString(b"".join(rows)).tokens)
+    except DecodeError as error:
+        raise EngineProtocolError(f"a row of candidates cannot be read: {error}") from None
+    offsets = np.arange(len(rows) + 1, dtype=np.int32)
+    if counts is not None:
+        np.cumsum(counts, out=offsets[1:])
+    return Candidates(
+        _int32(np.array([token.id for token in tokens], dtype=np.int64)),
+        np.array([token.logprob for token in tokens], dtype=np.float32),
+        _int32(np.array([token.rank for token in tokens], dtype=np.int64)),
+        offsets,
+    )
+
+
+def _count(row: bytes) -> int:
+    """The candidates of a row, -1 where it holds anything else."""
+    at = count = 0
+    while at + 1 < len(row) and row[at] == _TAG_TOKEN and row[at + 1] < 128:
+        at += row[at + 1] + 2
+        count += 1
+    return count if at == len(row) else -1
 
 
 def _read_at_once(rows: Sequence[bytes], lengths: Positions) -> Candidates | None:

@@ -40,7 +40,6 @@ class _Live:
     """One running (or kept) request: what it said so far, and who reads it."""
 
     __slots__ = (
-        "changed",
         "digest",
         "ended",
         "ended_at",
@@ -51,6 +50,7 @@ class _Live:
         "readers",
         "size",
         "task",
+        "waiters",
     )
 
     def __init__(self, digest: str, key: str | None) -> None:
@@ -62,13 +62,20 @@ class _Live:
         self.ended_at = 0.0
         self.size = 0
         self.error: Exception | None = None
-        self.changed = asyncio.Event()
+        self.waiters: list[asyncio.Future[None]] = []
         self.task: asyncio.Task[None] | None = None
         self.linger: asyncio.TimerHandle | None = None
 
     def tell(self) -> None:
-        self.changed.set()
-        self.changed = asyncio.Event()
+        waiters, self.waiters = self.waiters, []
+        for waiter in waiters:
+            if not waiter.done():
+                waiter.set_result(None)
+
+    async def change(self) -> None:
+        waiter = asyncio.get_running_loop().create_future()
+        self.waiters.append(waiter)
+        await waiter
 
 
 class LiveRequests:
@@ -154,7 +161,6 @@ class LiveRequests:
         try:
             at = 0
             while True:
-                changed = live.changed
                 while at < len(live.events):
                     event = live.events[at]
                     at += 1
@@ -163,8 +169,7 @@ class LiveRequests:
                     raise live.error
                 if live.ended:
                     return
-                if at == len(live.events):
-                    await changed.wait()
+                await live.change()
         finally:
             live.readers -= 1
             if live.readers == 0 and not live.ended:
