@@ -130,3 +130,56 @@ async def test_an_error_of_the_clean_up_is_not_the_callers_who_is_gone() -> None
 
     with pytest.raises(Cancelled):
         await run_unanswered(work(), receiver([HANG_UP]))
+
+
+class AtHand:
+    """A caller's end of which all is known."""
+
+    def __init__(self, body: bytes | None = None, *, gone: bool = False) -> None:
+        self.body = body
+        self.gone = gone
+        self.hang_ups: set[Callable[[], Any]] = set()
+
+    def take_body(self) -> bytes | None:
+        return self.body
+
+
+async def test_a_body_that_is_here_is_taken_within_the_limit() -> None:
+    async def take(body: bytes | None, messages: Messages) -> bytes:
+        return await read_body(receiver(messages), limit_bytes=4, headers={}, timeout_s=5.0, peer=AtHand(body))
+
+    assert await take(b"abcd", []) == b"abcd"
+    assert await take(None, [part(b"ab"), part(b"c", more=False)]) == b"abc"
+    with pytest.raises(PayloadTooLarge, match="4 bytes"):
+        await take(b"abcde", [])
+
+
+async def test_a_caller_who_says_that_it_leaves_ends_the_work_and_one_who_is_gone_begins_none() -> None:
+    began = asyncio.Event()
+
+    async def work() -> None:
+        began.set()
+        await asyncio.Event().wait()
+
+    peer = AtHand()
+    running = asyncio.create_task(run_unanswered(work(), receiver([]), peer=peer))
+    await began.wait()
+    for leave in peer.hang_ups:
+        leave()
+    with pytest.raises(Cancelled):
+        await running
+    assert not peer.hang_ups
+
+    began.clear()
+    with pytest.raises(Cancelled):
+        await run_unanswered(work(), receiver([]), peer=AtHand(gone=True))
+    assert not began.is_set()
+
+
+async def test_work_that_ends_leaves_nobody_to_call() -> None:
+    async def work() -> int:
+        return 7
+
+    peer = AtHand()
+    assert await run_unanswered(work(), receiver([]), peer=peer) == 7
+    assert not peer.hang_ups
