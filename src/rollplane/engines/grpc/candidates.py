@@ -54,7 +54,7 @@ def read_candidates(rows: Sequence[bytes]) -> Candidates:
 def _read_joined(rows: Sequence[bytes], sizes: list[int]) -> Candidates | None:
     """None where a row is not laid out as expected: only of rows that end with a candidate the join is their sum."""
     counts: list[int] | None = None
-    if not all(sizes) or [row[1] + 2 if row[0] == _TAG_TOKEN else 0 for row in rows] != sizes:
+    if min(sizes, default=2) < 2 or [row[1] + 2 if row[0] == _TAG_TOKEN else 0 for row in rows] != sizes:
         counts = [_count(row) for row in rows]
         if -1 in counts:
             return None
