@@ -30,9 +30,7 @@ from rollplane.engines.wrappers.key_book import KeyBook
 from rollplane.engines.wrappers.live import KeepLimits, LiveRequests
 from rollplane.errors import DeadlineExceeded, EngineProtocolError, InvalidRequest, NotFound, Unavailable
 from rollplane.identity import engine_salt, identify
-from rollplane.protocol.admin import (
-    WorkerRecord,
-)
+from rollplane.protocol.admin import AdapterRecord, WorkerRecord
 from rollplane.protocol.events import EndEvent, Event
 from rollplane.protocol.info import EngineHealth, EngineInfo, EngineState
 from rollplane.protocol.kv_events import KvBatch
