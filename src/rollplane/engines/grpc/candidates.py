@@ -21,7 +21,8 @@ Positions = npt.NDArray[np.int64]
 Flags = npt.NDArray[np.bool_]
 
 MAX_FAST_ROW_BYTES: Final = 64 * 19  # beyond, walking along the rows costs more than reading them one by one
-FEW_BYTES: Final = 192 * 13
+FEW_ROWS: Final = 192
+FEW_BYTES: Final = FEW_ROWS * 13
 """Rows of so few bytes in all are read by protobuf: arrays have a price of their own."""
 _PADDING: Final = bytes(8)  # so that looking at a field never looks past the end
 _VARINT_BYTES: Final = 5
@@ -45,10 +46,12 @@ def read_candidates(rows: Sequence[bytes]) -> Candidates:
         EngineProtocolError: a row that is none, or an id that does not fit int32.
     """
     rows = list(rows)  # every walk along protobuf's own list makes all of its bytes again
-    sizes = list(map(len, rows))
-    if sum(sizes) <= FEW_BYTES or max(sizes) > MAX_FAST_ROW_BYTES:
+    if len(rows) <= FEW_ROWS and sum(sizes := list(map(len, rows))) <= FEW_BYTES:
         return _read_joined(rows, sizes) or _read_one_by_one(rows)
-    return _read_at_once(rows, np.array(sizes, dtype=np.int64)) or _read_one_by_one(rows)
+    lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
+    if int(lengths.max()) > MAX_FAST_ROW_BYTES:
+        return _read_joined(rows, lengths.tolist()) or _read_one_by_one(rows)
+    return _read_at_once(rows, lengths) or _read_one_by_one(rows)
 
 
 def _read_joined(rows: Sequence[bytes], sizes: list[int]) -> Candidates | None:
