@@ -1,11 +1,12 @@
 """What one rollout costs: Rollplane beside NVIDIA Dynamo, on the same mock vLLM server or the same real one.
 
     python bench/compare.py [--rounds 5] [--loads 256/64,2048/1024,8192/8192] [--modes unary,msgpack,stream] [--json FILE]
-    python bench/compare.py --engine vllm-rs --rounds 60
+    python bench/compare.py --engine vllm-rs,vllm-python --loads 256/64 --rounds 5
 
 Every stack stands in front of one server: a mock that sends one token per message, as fast as it can (`mock-per-token`) or
 each when it is made (`mock-stepwise`), one that sends the whole answer at once (`mock-whole`), or vLLM's Rust server over a
-real engine with a tiny model. Rounds go through the stacks in turn; each figure is the median of its rounds. CPU is that of
+real engine with a tiny model. `vllm-python` is vLLM's Python server beside our worker with vLLM in its process, each with an
+engine of its own. Tokens per second through a real engine, with their bounds: `bench/throughput.py`. Rounds go through the stacks in turn; each figure is the median of its rounds. CPU is that of
 the stack's own processes, user and system, as /proc counts it; neither the engine's nor this client's. `routes` and `masks`
 need an engine that has them: the mock engine inside the worker, with a mixture of 48 layers x 8 experts; vLLM's gRPC
 services carry neither, so Dynamo has no row.
@@ -28,14 +29,22 @@ import aiohttp
 from load import Load, Mode, Outcome, bodies, median, percentile, run
 from stacks import Rack, Stack, rack, wait_until_serving
 
-PER_TOKEN, STEPWISE, WHOLE, IN_WORKER, VLLM = (
+PER_TOKEN, STEPWISE, WHOLE, IN_WORKER, VLLM, PYTHON = (
     "mock-per-token",
     "mock-stepwise",
     "mock-whole",
     "mock-in-worker",
     "vllm-rs",
+    "vllm-python",
 )
-ENGINES = {"per-token": PER_TOKEN, "stepwise": STEPWISE, "whole": WHOLE, "in-worker": IN_WORKER, "vllm-rs": VLLM}
+ENGINES = {
+    "per-token": PER_TOKEN,
+    "stepwise": STEPWISE,
+    "whole": WHOLE,
+    "in-worker": IN_WORKER,
+    "vllm-rs": VLLM,
+    "vllm-python": PYTHON,
+}
 CONCURRENCY = {256: 32, 2048: 16, 8192: 8}
 REQUESTS = {256: 256, 2048: 64, 8192: 16}
 SERVED_BY: dict[str, tuple[Mode, ...]] = {
@@ -44,6 +53,7 @@ SERVED_BY: dict[str, tuple[Mode, ...]] = {
     WHOLE: ("unary", "msgpack"),
     IN_WORKER: ("routes", "masks"),
     VLLM: ("unary", "msgpack", "stream"),
+    PYTHON: ("unary", "msgpack", "stream"),
 }
 DYNAMO_SPEAKS: tuple[Mode, ...] = ("unary", "msgpack", "features")
 """For `msgpack` it is asked for JSON, which is what it has."""
@@ -67,7 +77,11 @@ def start(engine: str, made: Rack) -> list[Stack]:
     if engine == VLLM:
         served = made.vllm_rs(arguments=["--max-num-seqs", "64"])
         direct = Stack("vllm-rs", engine, served.http_url, {"server": served.pid}, msgpack=False)
-        return [direct, made.rollplane(served, kind=engine), made.dynamo(served, kind=engine)]
+        ours, theirs = made.rollplane(served, kind=engine), made.dynamo(served, kind=engine)
+        return [direct, made.vllm_router(direct), ours, made.rollplane_worker(served, kind=engine), theirs]
+    if engine == PYTHON:
+        python = made.vllm_python()
+        return [python, made.vllm_router(python), made.vllm_worker()]
     mock = made.mock(tokens_per_message=0 if engine == WHOLE else 1, name=engine, stepwise=engine == STEPWISE)
     return [
         made.rollplane(mock, kind=engine),

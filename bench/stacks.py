@@ -24,9 +24,14 @@ from tests.real import processes
 CPUCLOCK_SCHED = 2
 """Linux makes the number of a process's CPU clock of its id and this (`clock_getcpuclockid`)."""
 ROLLPLANE = [sys.executable, "-m", "rollplane.cli.main"]
-START_S = 60.0
+START_S = 180.0
 MODEL = "roll"
 MAX_MODEL_LEN = 40_000
+ROOT = Path(__file__).parents[1]
+VLLM_PYTHON = processes.VLLM_ENV / "bin" / "python"
+VLLM_PATH = processes.VLLM_SETTINGS | {"PATH": f"{VLLM_PYTHON.parent}:{os.environ['PATH']}"}
+VLLM_ARGS = ["--dtype", "bfloat16", "--max-model-len", "4096", "--max-num-seqs", "64"]
+VLLM_ENGINE_ARGS = ["--enforce-eager", "--block-size", "32"]
 MOE = {"layers": 48, "top_k": 8, "num_experts": 128}
 
 
@@ -69,9 +74,10 @@ class Rack:
     def __exit__(self, *exc: object) -> None:
         self._stack.close()
 
-    def run(self, command: list[str], name: str) -> int:
+    def run(self, command: list[str], name: str, *, environment: dict[str, str] | None = None) -> int:
         """Start a command; its process id."""
-        return self._stack.enter_context(processes.running(command, self.root / f"{name}.log", environment={})).pid
+        log = self.root / f"{name}.log"
+        return self._stack.enter_context(processes.running(command, log, environment=environment or {})).pid
 
     def mock(self, *, tokens_per_message: int, name: str = "mock", stepwise: bool = False) -> processes.Server:
         """A mock vLLM gRPC server."""
@@ -111,6 +117,32 @@ class Rack:
         for url in workers:
             command += ["--workers", url]
         return f"http://127.0.0.1:{port}", self.run(command, name)
+
+    def vllm_python(self) -> Stack:
+        """vLLM's Python server over a real engine with a tiny model on the CPU; the engine's core is a child and not counted."""
+        (port,) = processes.free_ports(1)
+        command = [str(VLLM_PYTHON.with_name("vllm")), "serve", str(shared_model("qwen3")), "--port", str(port)]
+        command += ["--served-model-name", MODEL, "--enable-scale-out", *VLLM_ARGS, *VLLM_ENGINE_ARGS]
+        pid = self.run(command, "vllm-python", environment=VLLM_PATH)
+        return Stack("vllm python", "vllm-python", f"http://127.0.0.1:{port}", {"server": pid}, msgpack=False)
+
+    def vllm_worker(self) -> Stack:
+        """Our worker with vLLM in its process, the same engine with the same arguments."""
+        (port,) = processes.free_ports(1)
+        command = [str(VLLM_PYTHON), "-m", "rollplane.cli.main", "worker", "--engine", "vllm", "--port", str(port)]
+        command += ["--model", str(shared_model("qwen3")), "--served-model-name", MODEL, *VLLM_ARGS]
+        pid = self.run([*command, "--", *VLLM_ENGINE_ARGS], "vllm-worker", environment=VLLM_PATH)
+        return Stack("rollplane in process", "vllm-python", f"http://127.0.0.1:{port}", {"worker": pid})
+
+    def vllm_router(self, served: Stack) -> Stack:
+        """vLLM's router before another stack's server."""
+        port, metrics = processes.free_ports(2)
+        command = [str(ROOT / ".venv-vllm-router/bin/vllm-router"), "--host", "127.0.0.1", "--port", str(port)]
+        command += ["--policy", "round_robin", "--worker-urls", served.url, "--prometheus-port", str(metrics)]
+        command += ["--worker-startup-check-interval", "1", "--log-level", "warning"]
+        pids = {"router": self.run(command, f"router-{served.engine}"), **served.pids}
+        url = f"http://127.0.0.1:{port}"
+        return Stack(f"vllm-router + {served.name}", served.engine, url, pids, msgpack=False)
 
     def rollplane(self, engine: processes.Server, *, kind: str) -> Stack:
         """Frontend and worker over a gRPC engine."""
