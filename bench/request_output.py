@@ -45,7 +45,7 @@ def make_output(prompt: int, output: int, *, logprobs: bool) -> RequestOutput:
     rng = np.random.default_rng(0)
     tokens = rng.integers(0, VOCABULARY, output).tolist()
     rows = rng.permuted(np.tile(np.arange(EXPERTS, dtype=np.uint8), (512, LAYERS, 1)), axis=2)[:, :, :TOP_K]
-    masks = [[token, *((token + 1 + i * 17) % VOCABULARY for i in range(MASK - 1))] for token in tokens]
+    masks = [sorted({token, *((token + 1 + i * 17) % VOCABULARY for i in range(MASK - 1))}) for token in tokens]
     flat = FlatLogprobs()
     for token, value in zip(tokens, -rng.random(output), strict=True):
         flat.append({token: Logprob(logprob=float(np.float32(value)), rank=1)})

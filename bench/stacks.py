@@ -101,12 +101,14 @@ class Rack:
         command += ["--engine-option", "mm_device_do_normalize=false"]
         return f"http://127.0.0.1:{port}", self.run(command, name)
 
-    def mock_worker(self, *, name: str) -> tuple[str, int]:
-        """Our worker with the mock engine in its process, a mixture of experts that returns routes and masks."""
+    def mock_worker(self, *, name: str, options: dict[str, str] | None = None) -> tuple[str, int]:
+        """Our worker with the mock engine in its process: with these options, else a mixture of experts that returns routes
+        and masks.
+        """
         (port,) = processes.free_ports(1)
         command = [*ROLLPLANE, "worker", "--engine", "mock", "--port", str(port), "--name", name]
-        options = {"model": MODEL, "max_model_len": MAX_MODEL_LEN, "moe": json.dumps(MOE), "sampling_mask": "true"}
-        for key, value in options.items():
+        own = {"moe": json.dumps(MOE), "sampling_mask": "true"} if options is None else options
+        for key, value in {"model": MODEL, "max_model_len": str(MAX_MODEL_LEN), **own}.items():
             command += ["--engine-option", f"{key}={value}"]
         return f"http://127.0.0.1:{port}", self.run(command, name)
 

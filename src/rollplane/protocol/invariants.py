@@ -14,7 +14,8 @@ from rollplane.protocol.artifacts import Alternatives, PromptLogprobs, RoutedExp
 from rollplane.protocol.response import Choice, GenerateResponse
 from rollplane.protocol.versions import check_spans
 
-_ROUTE_CHUNK_ROWS: Final = 4096
+_ROUTE_CHUNK_BYTES: Final = 384 * 1024
+"""Of routes that are compared at a time: what fits a core's second cache together with its copy."""
 
 
 def check_response(
@@ -265,8 +266,9 @@ def _first_repeat(array: np.ndarray[Any, Any]) -> tuple[int, int] | None:
     rows, layers, top_k = array.shape
     if top_k == 1:
         return None
-    for at in range(0, rows, _ROUTE_CHUNK_ROWS):
-        columns = np.ascontiguousarray(array[at : at + _ROUTE_CHUNK_ROWS].reshape(-1, top_k).T)
+    chunk = max(1, _ROUTE_CHUNK_BYTES // (layers * top_k * array.itemsize))
+    for at in range(0, rows, chunk):
+        columns = np.ascontiguousarray(array[at : at + chunk].reshape(-1, top_k).T)
         for i in range(1, top_k):
             same = columns[:-i] == columns[i:]
             if same.any():

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc.aio
+import msgspec
 
 from rollplane.engines.grpc.answers import AnswerReader
 from rollplane.engines.grpc.channels import ChannelPool, Metadata
@@ -15,6 +16,38 @@ from rollplane.protocol.events import ChoiceEvent, EndEvent, Event, LogprobsMode
 from rollplane.protocol.request import GenerateRequest
 
 Translate = Callable[[grpc.aio.AioRpcError, str], Awaitable[RollplaneError]]
+
+
+def joined(ready: list[Event | Exception | None]) -> list[Event | Exception | None]:
+    """What came since the last look: deltas of a choice that follow each other become one, the terminal one too.
+
+    Everything after here costs per event, so a stream whose reader was busy costs less, not more.
+    """
+    if len(ready) == 1:
+        return ready
+    found: list[Event | Exception | None] = []
+    open_parts: dict[int, list[ChoiceEvent]] = {}
+
+    def close(parts: list[ChoiceEvent]) -> ChoiceEvent:
+        last = parts[-1]
+        if len(parts) == 1:
+            return last
+        logprobs = [part.logprobs for part in parts if part.logprobs is not None]
+        ids = concat_ids([part.token_ids for part in parts])
+        return msgspec.structs.replace(last, token_ids=ids, logprobs=concat_logprobs(logprobs) if logprobs else None)
+
+    for item in ready:
+        if isinstance(item, ChoiceEvent):
+            parts = open_parts.setdefault(item.index, [])
+            parts.append(item)
+            if item.finish_reason is not None:
+                found.append(close(open_parts.pop(item.index)))
+        else:
+            # What came before an error or an end is told before it.
+            found += [close(parts) for parts in open_parts.values()]
+            open_parts.clear()
+            found.append(item)
+    return found + [close(parts) for parts in open_parts.values()]
 
 
 class LiveCalls:
@@ -148,16 +181,19 @@ class LiveCalls:
         left = len(self._tasks)
         announced = False
         while left:
-            item = await queue.get()
-            if item is None:
-                left -= 1
-            elif isinstance(item, Exception):
-                raise item
-            else:
-                if not announced and self._prompt is not None:
-                    announced = True
-                    yield self._prompt
-                yield item
+            ready = [await queue.get()]
+            while not queue.empty():
+                ready.append(queue.get_nowait())
+            for item in joined(ready):
+                if item is None:
+                    left -= 1
+                elif isinstance(item, Exception):
+                    raise item
+                else:
+                    if not announced and self._prompt is not None:
+                        announced = True
+                        yield self._prompt
+                    yield item
 
     async def _pump(self, i: int, queue: asyncio.Queue[Event | Exception | None]) -> None:
         try:
