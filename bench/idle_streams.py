@@ -20,7 +20,7 @@ from stacks import Stack, rack, wait_until_serving
 BODY = msgspec.json.encode(
     {
         "token_ids": [5] * 64,
-        "sampling_params": {"max_tokens": 20_000, "ignore_eos": True, "logprobs": 1},
+        "sampling_params": {"max_tokens": 1_000, "ignore_eos": True, "logprobs": 1},
         "stream": True,
     }
 )
