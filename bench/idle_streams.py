@@ -24,7 +24,7 @@ BODY = msgspec.json.encode(
         "stream": True,
     }
 )
-AT_ONCE = 100
+AT_ONCE = 400
 
 
 def rss_mb(pid: int) -> float:
@@ -66,7 +66,7 @@ async def run(streams: int) -> None:
     hard = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
     resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     with rack() as made:
-        options = {"max_num_seqs": str(streams + 64), "step_s": "0.5"}
+        options = {"max_num_seqs": str(streams + 64), "step_s": "5"}
         worker, worker_pid = made.mock_worker(name="idle-worker", options=options)
         url, pid = made.frontend([worker], name="idle-frontend")
         stack = Stack("rollplane", "mock", url, {"frontend": pid, "worker": worker_pid})

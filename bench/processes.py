@@ -11,8 +11,12 @@ import argparse
 import asyncio
 import multiprocessing
 import os
+import sys
 import time
 from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import aiohttp
 from tests.real import processes
