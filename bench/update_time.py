@@ -50,7 +50,7 @@ async def streaming(session: aiohttp.ClientSession, url: str, gaps: list[float],
     """Streams one after the other; the time between two chunks of each."""
     body = {
         "token_ids": [5] * 16,
-        "sampling_params": {"max_tokens": 400, "ignore_eos": True},
+        "sampling_params": {"max_tokens": 100, "ignore_eos": True},
         "stream": True,
     }
     while not stop.is_set():
