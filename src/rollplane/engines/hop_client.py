@@ -265,10 +265,20 @@ class HopPool:
         base_url: `http` or `https`, with or without a path before the hop's.
         headers: of every request.
         connect_timeout_s: longest wait for a connection.
+        socket_path: of the Unix socket where the worker listens, whose host is then a name only; None: TCP.
     """
 
-    def __init__(self, base_url: str, path: str, *, headers: dict[str, str], connect_timeout_s: float) -> None:
+    def __init__(
+        self,
+        base_url: str,
+        path: str,
+        *,
+        headers: dict[str, str],
+        connect_timeout_s: float,
+        socket_path: str | None = None,
+    ) -> None:
         url = urlsplit(base_url + path)
+        self._socket_path = socket_path
         self._tls = url.scheme == "https"
         self._host = url.hostname or ""
         self._port = url.port or (443 if self._tls else 80)
@@ -310,9 +320,12 @@ class HopPool:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self._connect_timeout_s):
-                _, connection = await loop.create_connection(
-                    lambda: HopConnection(loop), self._host, self._port, ssl=_tls() if self._tls else None
-                )
+                if self._socket_path is not None:
+                    _, connection = await loop.create_unix_connection(lambda: HopConnection(loop), self._socket_path)
+                else:
+                    _, connection = await loop.create_connection(
+                        lambda: HopConnection(loop), self._host, self._port, ssl=_tls() if self._tls else None
+                    )
         except TimeoutError:
             raise ConnectionError(f"no connection within {self._connect_timeout_s:g} s") from None
         return connection
@@ -340,7 +353,7 @@ def _tls() -> ssl.SSLContext:
 
 def watch_peer(sock: Any) -> None:
     """TCP keep-alive: a machine that vanishes sends no reset; its connections end after about 25 seconds."""
-    if sock is None:
+    if sock is None or sock.family == socket.AF_UNIX:
         return
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
     for name, value in (

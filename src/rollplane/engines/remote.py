@@ -92,7 +92,8 @@ class RemoteEngine:
         read_timeout_s: longest silence on a request without a deadline.
         poll_s: pause between two looks at the state of a worker that has no state stream.
         silent_s: a worker that says nothing for so long, though connected to, is lost: what waits for it is broken off.
-        session: shared connections; the caller closes it. None: one of its own.
+        session: shared connections for all but Generate; the caller closes it. None: one of its own.
+        socket_path: of the Unix socket where the worker listens for Generate; None: TCP, by `base_url`.
     """
 
     def __init__(
@@ -106,6 +107,7 @@ class RemoteEngine:
         poll_s: float = 1.0,
         silent_s: float = SILENT_S,
         session: aiohttp.ClientSession | None = None,
+        socket_path: str | None = None,
     ) -> None:
         self.base_url = base_url.rstrip("/")
         self.state: WorkerState | None = None
@@ -129,6 +131,7 @@ class RemoteEngine:
             GENERATE_PATH,
             headers=self._headers({"Content-Type": MSGPACK, "Accept": FRAMES}),
             connect_timeout_s=connect_timeout_s,
+            socket_path=socket_path,
         )
         self._follower: asyncio.Task[None] | None = None
         self._looked = asyncio.Event()

@@ -117,7 +117,9 @@ class Crew:
                 return None
         if (index, fleet) not in self._engines:
             url = f"http://process-{index}{FLEET_PATH}{fleet}"
-            self._engines[index, fleet] = RemoteEngine(url, session=self.session(index))
+            self._engines[index, fleet] = RemoteEngine(
+                url, session=self.session(index), socket_path=str(self.socket_of(index))
+            )
         return self._engines[index, fleet]
 
     async def ask(self, index: int, method: str, path: str, *, limit_s: float = ASK_S, **options: Any) -> bytes:
