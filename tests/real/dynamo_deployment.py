@@ -111,6 +111,23 @@ def vllm_worker(
         yield found
 
 
+@contextlib.contextmanager
+def their_vllm_worker(
+    store: Path, log: Path, *, model: Path, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None
+) -> Iterator[processes.Server]:
+    """Dynamo's own vLLM worker, `python -m dynamo.vllm`, as it begins to start. The HTTP port is its system port."""
+    python = beside_vllm()
+    (port,) = processes.free_ports(1)
+    command = [str(python), "-m", "dynamo.vllm", "--enable-rl", "--model", str(model), "--served-model-name", "roll"]
+    command += ["--dtype", "float32", "--max-model-len", str(CONTEXT), "--enforce-eager"]
+    command += ["--block-size", str(BLOCK_TOKENS), *arguments]
+    settings = processes.VLLM_SETTINGS | {"PATH": f"{python.parent}:{os.environ['PATH']}", "DYN_SYSTEM_PORT": str(port)}
+    settings["PYTHONPATH"] = str(processes.VLLM_ENV / "dynamo-worker")
+    settings |= processes.dynamo_settings(store) | dict(environment or {})
+    with processes.running(command, log, environment=settings) as process:
+        yield processes.Server(process.pid, port, log)
+
+
 def beside_vllm() -> Path:
     """The interpreter of vLLM's environment, which has Dynamo's runtime too."""
     python = processes.VLLM_ENV / "bin" / "python"

@@ -247,7 +247,9 @@ class RouteWorker:
             self._route(call)
         peer = self._peer()
         if peer is not None:
-            return await peer.stage_weights(path, operation=operation)
+            # Under a name of its own: the peer may be asked to apply under the operation's.
+            name = None if operation.id is None else f"{operation.id}/digest"
+            return await peer.stage_weights(path, operation=msgspec.structs.replace(operation, id=name))
         return await asyncio.to_thread(_staged, path)
 
     async def pause(

@@ -187,7 +187,11 @@ class FakePeer:
 
     state = None
 
+    def __init__(self) -> None:
+        self.asked = list[Operation]()
+
     async def stage_weights(self, path: str, *, operation: Operation) -> StagedWeights:
+        self.asked.append(operation)
         return StagedWeights(path=path, digest="d" * 64, tensors=3, bytes=12)
 
 
@@ -241,6 +245,14 @@ async def test_an_update_pauses_for_itself_and_takes_its_digest_from_a_worker_of
 
     assert (report.previous_version, report.policy_version, report.digest) == ("v1", "v2", "d" * 64)
     assert (state.policy_version, state.policy_digest, state.paused) == ("v2", "d" * 64, False)
+
+
+async def test_a_peer_is_asked_for_the_digest_by_a_name_that_its_own_update_does_not_use() -> None:
+    peer = FakePeer()
+    worker = worker_of(FakeDynamo(version="v1"), VLLM, peer=peer)
+    await worker.update_from_disk("/ckpt/v2", version="v2", operation=Operation(id="op/apply", epoch=3, deadline_s=5.0))
+
+    assert peer.asked == [Operation(id="op/apply/digest", epoch=3, deadline_s=5.0)]
 
 
 async def test_an_update_to_other_contents_is_refused_before_anything_is_told() -> None:
