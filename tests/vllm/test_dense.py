@@ -17,6 +17,7 @@ import pytest_asyncio
 from safetensors.numpy import load_file, save_file
 from tests.models.tiny import shared_model
 from tests.vllm.own_server import own_answer, own_logprobs, own_server, own_tokens
+from tests.vllm.reference import Reference
 from tests.vllm.sampling_fields import FIELDS, REFUSED
 from tests.vllm.support import ask, logprobs, prompt, running, tokens
 
@@ -235,7 +236,9 @@ async def test_nothing_cached_survives_an_update(engine: VllmEngine) -> None:
     await engine.apply_weights(staged, version="v3")
     await engine.resume()
 
-    assert (await ask(engine, ids, max_tokens=2)).usage.cached_tokens == 0
+    anew = await ask(engine, ids, max_tokens=8, temperature=0.0, ignore_eos=True, logprobs=0)
+    assert anew.usage.cached_tokens == 0
+    Reference(shared_model("qwen3", seed=1)).check(ids, anew)
 
 
 async def test_a_version_name_that_comes_back_finds_nothing_of_its_first_use(engine: VllmEngine) -> None:

@@ -4,6 +4,7 @@ import asyncio
 import base64
 import io
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import msgspec
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import pytest_asyncio
 from PIL import Image
-from tests.models.tiny import IMAGE_PAD_ID, VIDEO_PAD_ID, VISION_END_ID, VISION_START_ID, shared_model
+from tests.models.tiny import IMAGE_PAD_ID, VIDEO_PAD_ID, VISION_END_ID, VISION_START_ID, make_lora, shared_model
 from tests.vllm.own_server import own_server
 from tests.vllm.support import running
 
@@ -50,7 +51,8 @@ def video_url(colour: str, frames: int = 4) -> str:
 @pytest_asyncio.fixture(scope="module", loop_scope="module")
 async def engine() -> AsyncIterator[VllmEngine]:
     limits = ("--limit-mm-per-prompt", '{"image": 4, "video": 1}', "--allowed-media-domains", "127.0.0.1")
-    async with running(shared_model("qwen-vl"), *limits, "--mm-processor-cache-gb", "0.1") as started:
+    adapters = ("--enable-lora", "--enable-tower-connector-lora", "--max-loras", "2", "--max-lora-rank", "8")
+    async with running(shared_model("qwen-vl"), *limits, "--mm-processor-cache-gb", "0.1", *adapters) as started:
         yield started
 
 
@@ -80,12 +82,15 @@ async def render_video(engine: VllmEngine, colour: str) -> tuple[list[int], Feat
     return made["prompt_token_ids"], {"mm_hashes": made["mm_hashes"], "mm_placeholders": places, "kwargs_data": kwargs}
 
 
-async def look(engine: VllmEngine, token_ids: list[int], features: Features, **sampling: Any) -> GenerateResponse:
+async def look(
+    engine: VllmEngine, token_ids: list[int], features: Features, *, adapter: str | None = None, **sampling: Any
+) -> GenerateResponse:
     """A greedy answer to a prompt with features, past the checks that a worker makes."""
     items = parse_features(features, prompt_tokens=len(token_ids))
     identify(items)
     asked = {"max_tokens": 6, "temperature": 0.0, "logprobs": 0, **sampling}
-    return await answer(engine, make_request(token_ids, fields={"features": items, "return_token_ids": True}, **asked))
+    fields = {"features": items, "return_token_ids": True, "adapter": adapter}
+    return await answer(engine, make_request(token_ids, fields=fields, **asked))
 
 
 def values(response: GenerateResponse) -> list[float]:
@@ -325,6 +330,54 @@ async def test_an_update_forgets_what_the_old_tower_saw(
 
     assert seen[0] != before
     assert seen[1] == before
+
+
+async def test_a_reloaded_adapter_of_the_tower_reuses_no_encoder_output(
+    engine: VllmEngine, rendered: dict[str, tuple[list[int], Features]], tmp_path: Path
+) -> None:
+    """Each generation has an engine-side name of its own, by which vLLM knows what the tower made. The prefix cache is
+    dropped before each answer, so that only the encoder's cache could bring the old one's.
+    """
+    base = shared_model("qwen-vl")
+    paths = [
+        str(make_lora(tmp_path / str(i), base=base, seed=i, targets=("qkv", "proj", "down_proj"), strength=4.0))
+        for i in range(2)
+    ]
+    plain = values(await look(engine, *rendered["red"]))
+    seen = []
+    for generation, path in enumerate((paths[0], paths[1], paths[0]), start=1):
+        name = f"eye@{generation}"
+        await engine.load_adapter(name, path)
+        for _ in range(2):
+            assert (await engine.flush_cache()).reset
+            seen.append(values(await look(engine, *rendered["red"], adapter=name)))
+        await engine.unload_adapter(name)
+
+    assert seen[0] == seen[1] == seen[4] == seen[5]
+    assert seen[2] == seen[3]
+    assert len({tuple(each) for each in (plain, seen[0], seen[2])}) == 3
+    assert values(await look(engine, *rendered["red"])) == plain
+
+
+async def test_pickles_among_features_are_refused_and_run_nothing(
+    engine: VllmEngine, rendered: dict[str, tuple[list[int], Features]], tmp_path: Path
+) -> None:
+    """In both of the extension types by which vLLM's own encoding carries them, and where a tensor's bytes belong."""
+    touched = tmp_path / "touched"
+    evil = f"cposix\nsystem\n(S'touch {touched}'\ntR.".encode()
+    token_ids, features = rendered["red"]
+    for made in (*(msgspec.msgpack.encode(msgspec.msgpack.Ext(code, evil)) for code in (1, 2, 3)), evil):
+        forged = edited(features, kwargs_data={"image": [base64.b64encode(made).decode()]})
+        with pytest.raises(InvalidRequest, match="kwargs_data"):
+            await look(engine, token_ids, forged)
+    item = msgspec.msgpack.decode(base64.b64decode(features["kwargs_data"]["image"][0]))
+    assert isinstance(item, dict)
+    for code in (1, 2):
+        spoiled = {name: msgspec.msgpack.Ext(code, evil) for name in item}
+        data = base64.b64encode(msgspec.msgpack.encode(spoiled)).decode()
+        with pytest.raises(InvalidRequest):
+            await look(engine, token_ids, edited(features, kwargs_data={"image": [data]}))
+    assert not touched.exists()
 
 
 def _forge(features: Features, *, pixels: str = "", grid: list[int] | None = None, drop: str = "") -> str:
