@@ -183,8 +183,11 @@ class FleetUpdate:
         versions = {m.url: m.version for m in self.members}
         fenced = [m.url for m in self.members if m.state == "fenced"]
         ending = f"fenced: {', '.join(fenced)}" if fenced else "every worker serves the version it had"
+        first = next(iter(self.errors.items()), None)
+        why = "" if first is None else f"; the first, {first[0]}: {first[1]}"
+        failed = f"{len(self.errors)} of {len(self.members)} workers"
         return EngineFailed(
-            f"the update to {self.target.version!r} failed on {len(self.errors)} of {len(self.members)} workers; {ending}",
+            f"the update to {self.target.version!r} failed on {failed}; {ending}{why}",
             details={
                 "workers": self.errors,
                 "policy_versions": versions,

@@ -191,7 +191,10 @@ async def test_a_command_that_was_given_up_unanswered_can_do_nothing_later(tmp_p
         workers[1].gates.pop("update").set()
         with pytest.raises(EngineFailed) as failed:
             await update
-        assert (failed.value.details or {})["outcome"] == "rolled_back"
+        details = failed.value.details or {}
+        assert details["outcome"] == "rolled_back"
+        ((url, reason),) = details["workers"].items()
+        assert failed.value.message.endswith(f"; the first, {url}: {reason}")
         await workers[1].mend()
         await until(lambda: fleet.members[1].routable)
         # Also where it seems to be at the right version already.
