@@ -18,5 +18,5 @@ async def until(condition: Callable[[], object]) -> None:
 async def until_threads(condition: Callable[[], object], *, limit_s: float = 20.0) -> None:
     """Return once the condition holds, also where it waits for another thread, such as the reading of a file."""
     async with asyncio.timeout(limit_s):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - a thread of the code under test sets no event
             await asyncio.sleep(0.001)

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tests.unit.rl.local_workers import LocalWorker
 from tests.unit.rl.test_fleet import weights
-from tests.waiting import until, until_threads
+from tests.waiting import until_threads
 
 from rollplane.engines.mock.settings import Fault, MockSettings
 from rollplane.errors import Conflict, InvalidRequest, Unavailable
