@@ -1,6 +1,7 @@
 """A worker's administration: every call that changes its policy, held to the control owner's epoch."""
 
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator
 from typing import Any
 
@@ -26,7 +27,7 @@ from rollplane.rl.native import SLEEP_LEVEL, NativeControl
 from rollplane.rl.weights import PolicyControl
 
 
-class WorkerAdmin:
+class WorkerAdmin(ABC):
     """A `PolicyAdmin` and `BroadcastAdmin` over one engine's controls, each None where the engine has none of it."""
 
     def __init__(self) -> None:
@@ -39,22 +40,22 @@ class WorkerAdmin:
         self.adapter_table: AdapterTable | None = None
 
     @property
+    @abstractmethod
     def info(self) -> EngineInfo:
         """The engine's facts."""
-        raise NotImplementedError
 
     @property
     def version(self) -> str:
         """The policy version that makes tokens."""
         return self.policy.version if self.policy is not None else "default"
 
+    @abstractmethod
     def record(self) -> WorkerRecord:
         """This worker as discovery shows it, now."""
-        raise NotImplementedError
 
+    @abstractmethod
     def _tell(self) -> None:
         """Something changed that followers look at."""
-        raise NotImplementedError
 
     # -- PolicyAdmin -----------------------------------------------------------------------------------------------
 
