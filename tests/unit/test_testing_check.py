@@ -17,6 +17,7 @@ from rollplane.protocol.events import ChoiceEvent, EndEvent, Event
 from rollplane.protocol.info import EngineHealth, MoeShape
 from rollplane.protocol.request import GenerateRequest
 from rollplane.testing import CHECKS, CheckFailed, Report, Subject, check_engine, run_check
+from rollplane.testing.checks.subject import MomentMissed
 
 BY_NAME = {check.__name__: check for check in CHECKS}
 SETTINGS = MockSettings(moe=MoeShape(layers=2, top_k=2, num_experts=16), sampling_mask=True, vocab_tokens=128)
@@ -312,3 +313,35 @@ async def test_an_engine_that_outlives_its_close_is_caught() -> None:
 def test_every_check_says_its_promise() -> None:
     assert [name for name, check in BY_NAME.items() if not check.__doc__] == []
     assert len(BY_NAME) == len(CHECKS)
+
+
+async def test_a_check_that_came_too_late_is_run_again() -> None:
+    tries = 0
+
+    async def late(_: Subject) -> None:
+        nonlocal tries
+        tries += 1
+        if tries < 3:
+            raise MomentMissed("it was over")
+        raise CheckFailed("broken")
+
+    engine = MockEngine()
+    await engine.start()
+    try:
+        with pytest.raises(CheckFailed, match=r"^late: broken$"):
+            await run_check(late, Subject(engine=engine))
+    finally:
+        await engine.close()
+    assert tries == 3
+
+
+async def test_a_check_that_always_comes_too_late_does_not_apply() -> None:
+    async def late(_: Subject) -> None:
+        raise MomentMissed("it was over")
+
+    engine = MockEngine()
+    await engine.start()
+    try:
+        assert await run_check(late, Subject(engine=engine)) == "it was over"
+    finally:
+        await engine.close()

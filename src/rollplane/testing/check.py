@@ -1,16 +1,20 @@
 """Hold any engine to the promises of `rollplane.engines.base`."""
 
 from collections.abc import Awaitable, Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 
 from rollplane.engines.base import WeightReceiver
 from rollplane.testing.checks import native, policy, sampling, serving
-from rollplane.testing.checks.subject import PATIENCE_S, CheckFailed, NotApplicable, Subject, within
+from rollplane.testing.checks.subject import PATIENCE_S, CheckFailed, MomentMissed, NotApplicable, Subject, within
 
 Check = Callable[[Subject], Awaitable[None]]
 
 CHECKS: tuple[Check, ...] = (*serving.CHECKS, *sampling.CHECKS, *policy.CHECKS, *native.CHECKS)
 """Every check; its name says the promise, its docstring the details."""
+
+TRIES = 5
+"""How often a check is run whose moment passed before it could look."""
 
 
 @dataclass(kw_only=True)
@@ -30,12 +34,26 @@ class Report:
 async def run_check(check: Check, subject: Subject) -> str | None:
     """Run one check on a started engine; None if it was kept, else why it does not apply.
 
+    A check whose moment passed before it could look is run again, up to `TRIES` times.
+
     Raises:
         CheckFailed: the engine broke the promise; the message begins with the check's name.
     """
+    for _ in range(TRIES - 1):
+        with suppress(MomentMissed):
+            return await _try_check(check, subject)
+    try:
+        return await _try_check(check, subject)
+    except MomentMissed as why:
+        return str(why)
+
+
+async def _try_check(check: Check, subject: Subject) -> str | None:
     name = getattr(check, "__name__", repr(check))
     try:
         await within(check(subject), "the check to end", seconds=PATIENCE_S * 2)
+    except MomentMissed:
+        raise
     except NotApplicable as why:
         return str(why)
     except CheckFailed as error:

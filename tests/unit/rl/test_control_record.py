@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 from tests.unit.rl.local_workers import LocalWorker
 from tests.unit.rl.test_fleet import weights
-from tests.waiting import until_threads
+from tests.waiting import until
 
 from rollplane.engines.mock.settings import Fault, MockSettings
 from rollplane.errors import Conflict, InvalidRequest, Unavailable
@@ -115,7 +115,7 @@ async def test_workers_that_an_owner_left_paused_in_the_middle_of_an_update_serv
     for worker in workers:
         worker.gates["update"] = asyncio.Event()
     update = asyncio.create_task(first.update_from_disk(weights(tmp_path, "v2")))
-    await until_threads(lambda: all(worker.operations[-1][0] == "update" for worker in workers))
+    await until(lambda: all(worker.operations[-1][0] == "update" for worker in workers))
     assert [worker.worker.state for worker in workers] == ["paused", "paused"]
     left = path.read_bytes()  # what a process that is killed now leaves behind
 

@@ -9,7 +9,7 @@ from typing import Any
 import msgspec
 import pytest
 from tests.unit.rl.local_workers import LocalWorker
-from tests.waiting import until, until_threads
+from tests.waiting import until
 
 from rollplane.engines.mock.settings import Fault, MockSettings
 from rollplane.errors import Conflict, DeadlineExceeded, EngineFailed, NotFound, Unavailable
@@ -76,7 +76,7 @@ async def test_an_update_stages_on_all_before_it_pauses_any_and_applies_when_all
         assert all(name == "stage" for worker in workers for name, _ in worker.operations)
         assert fleet.held_for is None
         workers[2].gates["stage"].set()
-        await until_threads(lambda: all(worker.operations[-1][0] == "pause" for worker in workers))
+        await until(lambda: all(worker.operations[-1][0] == "pause" for worker in workers))
         assert fleet.held_for == "policy update"
         workers[0].gates["pause"].set()
         workers[1].gates["pause"].set()

@@ -11,6 +11,7 @@ from rollplane.protocol.response import GenerateResponse
 from rollplane.testing.checks.subject import (
     QUIET_S,
     CheckFailed,
+    MomentMissed,
     NotApplicable,
     Subject,
     Watch,
@@ -55,7 +56,7 @@ async def _pause_running(subject: Subject, watch: Watch) -> int:
     await watch.until_tokens(3)
     report = await within(subject.receiver().pause("keep"), "a pause")
     if watch.over or report.kept == 0:
-        raise NotApplicable("the request was done before the pause")
+        raise MomentMissed("the request was done before the pause")
     await _quiet(watch)
     return watch.tokens
 
@@ -226,7 +227,7 @@ async def recomputed_rows_are_marked(subject: Subject) -> None:
         await watch.until_tokens(3)
         report = await within(receiver.pause("keep", clear_cache=True), "a pause")
         if watch.over or not report.kept:
-            raise NotApplicable("the request was done before the pause")
+            raise MomentMissed("the request was done before the pause")
         must(report.cleared is not None, "the cache was to be cleared, the report does not say whether it was")
         await _quiet(watch)
         seen = watch.tokens

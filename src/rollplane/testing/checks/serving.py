@@ -9,7 +9,7 @@ from rollplane.protocol.events import ChoiceEvent, EndEvent, Event, PromptEvent
 from rollplane.testing.checks.subject import (
     QUIET_S,
     CheckFailed,
-    NotApplicable,
+    MomentMissed,
     Subject,
     must,
     same_answer,
@@ -109,7 +109,7 @@ async def an_aborted_unary_request_keeps_its_tokens(subject: Subject) -> None:
         counts = [await subject.engine.abort(r.request_id) for r in requests]
         answers = [await watch.answer() for watch in watches[:-1]]
     if not any(counts):
-        raise NotApplicable("it was done before the abort could reach it")
+        raise MomentMissed("it was done before the abort could reach it")
     for count, got in zip(counts, answers, strict=True):
         choice = got.choices[0]
         wanted = "abort" if count else "length"
@@ -132,7 +132,7 @@ async def an_abort_before_the_first_token_is_whole(subject: Subject) -> None:
         count = await subject.engine.abort(request.request_id)
         choice = (await watch.answer()).choices[0]
     if not count:
-        raise NotApplicable("it takes requests in later than the abort came")
+        raise MomentMissed("it takes requests in later than the abort came")
     must(choice.finish_reason == "abort", f"an aborted choice ended with {choice.finish_reason}")
     must(choice.logprobs is not None, "an aborted answer lacks its logprobs object")
     if caps.routed_experts:
@@ -180,7 +180,7 @@ async def a_long_request_does_not_block_a_short_one(subject: Subject) -> None:
         await watch.until_tokens(1)
         await within(answer(subject.engine, make_request(subject.prompt(variant=1), max_tokens=2)), "a short answer")
         if watch.over:
-            raise NotApplicable("the long request was done before the short one")
+            raise MomentMissed("the long request was done before the short one")
 
 
 async def a_paused_reader_blocks_nobody(subject: Subject) -> None:

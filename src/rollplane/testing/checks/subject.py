@@ -36,6 +36,10 @@ class NotApplicable(Exception):
     """The engine does not promise this; the message says what it lacks."""
 
 
+class MomentMissed(NotApplicable):
+    """The engine was done before the check could look; another try may be in time."""
+
+
 @dataclass(frozen=True, kw_only=True)
 class Subject:
     """An engine under test, started by whoever runs the checks.
