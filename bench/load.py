@@ -55,7 +55,7 @@ class Outcome:
     decode_s: float = 0.0
 
 
-def bodies(load: Load, mode: Mode) -> list[bytes]:
+def bodies(load: Load, mode: Mode, *, model: str = MODEL) -> list[bytes]:
     """Request bodies, each with a prompt of its own."""
     sampling = {"max_tokens": load.output, "ignore_eos": True, "logprobs": 1, "temperature": 1.0}
     fields: dict[str, Any] = {}
@@ -74,7 +74,7 @@ def bodies(load: Load, mode: Mode) -> list[bytes]:
     out = []
     for i in range(BODIES):
         prompt = [300 + (i * 53 + k * 31) % 700 for k in range(load.prompt)]
-        whole = {"model": MODEL, "token_ids": prompt, "sampling_params": sampling | {"seed": i}, **fields}
+        whole = {"model": model, "token_ids": prompt, "sampling_params": sampling | {"seed": i}, **fields}
         out.append(json.dumps(whole).encode())
     return out
 

@@ -167,8 +167,8 @@ class Rack:
         return Stack("dynamo", kind, frontend.http_url, pids, streams=False, msgpack=False)
 
 
-async def wait_until_serving(session: aiohttp.ClientSession, stack: Stack) -> None:
-    """Return once the stack lists its model.
+async def wait_until_serving(session: aiohttp.ClientSession, stack: Stack) -> str:
+    """The name of the stack's first model, once it lists one.
 
     Raises:
         RuntimeError: not within `START_S`.
@@ -178,8 +178,8 @@ async def wait_until_serving(session: aiohttp.ClientSession, stack: Stack) -> No
             while True:
                 with contextlib.suppress(aiohttp.ClientError):
                     async with session.get(f"{stack.url}/v1/models") as answered:
-                        if answered.status == 200 and (await answered.json())["data"]:
-                            return
+                        if answered.status == 200 and (models := (await answered.json())["data"]):
+                            return str(models[0]["id"])
                 await asyncio.sleep(0.1)
     except TimeoutError:
         raise RuntimeError(f"{stack.name} at {stack.url} lists no model after {START_S:g} s") from None

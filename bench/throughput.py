@@ -67,21 +67,21 @@ async def round_of(session: aiohttp.ClientSession, stack: Stack, sent: list[byte
 
 async def measure(args: argparse.Namespace) -> list[dict[str, float]]:
     """Rounds as tokens per second by stack."""
-    sent = bodies(LOAD, "unary")
+    sent: dict[str, list[bytes]] = {}
     found: list[dict[str, float]] = []
     with rack() as made:
         stacks = start(args.group, made)
         timeout = aiohttp.ClientTimeout(total=600)
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
             for stack in stacks:
-                await wait_until_serving(session, stack)
+                sent[stack.name] = bodies(LOAD, "unary", model=await wait_until_serving(session, stack))
             for stack in stacks:
-                await round_of(session, stack, sent, seconds=args.seconds)  # warms up
+                await round_of(session, stack, sent[stack.name], seconds=args.seconds)  # warms up
             for number in range(args.rounds):
                 turn = number % len(stacks)
                 rates = {}
                 for stack in stacks[turn:] + stacks[:turn]:
-                    rates[stack.name] = await round_of(session, stack, sent, seconds=args.seconds)
+                    rates[stack.name] = await round_of(session, stack, sent[stack.name], seconds=args.seconds)
                 found.append(rates)
                 if args.append is not None:
                     line = {"group": args.group, "seconds": args.seconds, "tokens_per_s": rates}
