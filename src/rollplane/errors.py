@@ -199,7 +199,7 @@ class DeadlineExceeded(ServiceError):
 
 
 class Cancelled(ServiceError):
-    """499: the caller went away; seen in logs and metrics only."""
+    """499: the caller went away (seen in logs and metrics only), or the request was aborted before the model was known."""
 
     status = 499
     code = "cancelled"

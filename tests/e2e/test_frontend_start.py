@@ -14,7 +14,7 @@ from tests.waiting import until
 
 from rollplane.client.client import Client
 from rollplane.engines.mock.settings import MockSettings
-from rollplane.errors import DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
+from rollplane.errors import Cancelled, DeadlineExceeded, InvalidRequest, Overloaded, Unavailable
 from rollplane.rl.fleet import Fleet
 from rollplane.rl.remote import RemoteWorker
 from rollplane.router.fair_queue import QueueSettings
@@ -91,6 +91,51 @@ async def test_requests_of_every_kind_wait_for_the_first_worker() -> None:
         assert (await asyncio.gather(*evaluations))[:2] == [6, 6]
         with pytest.raises(InvalidRequest, match="maximum context length"):
             await too_long
+        assert start.router.queue.waiting == {}
+
+
+@pytest.mark.parametrize("named", [True, False])
+async def test_an_abort_ends_the_wait_for_the_first_worker_of_one_request_or_of_all(named: bool) -> None:
+    """No model is known yet, so there is no answer to end: the callers are told, and nothing is asked for again."""
+    async with started() as start, Client(start.url) as client, aiohttp.ClientSession() as http:
+
+        async def post(path: str, body: dict[str, Any]) -> tuple[int, Any]:
+            async with http.post(start.url + path, json=body) as answer:
+                return answer.status, await answer.json()
+
+        async def stream() -> None:
+            async with client.stream([5, 6, 7], sampling_params=SAMPLING, request_id="streamed") as deltas:
+                async for _ in deltas:
+                    pass
+
+        chat = {"messages": [{"role": "user", "content": "def main"}], "request_id": "chat", **SAMPLING}
+        unary = asyncio.create_task(client.generate([5, 6, 7], sampling_params=SAMPLING, request_id="unary"))
+        streamed, evaluated = asyncio.create_task(stream()), asyncio.create_task(post("/v1/chat/completions", chat))
+        kept = asyncio.create_task(client.generate([5, 6, 7], sampling_params=SAMPLING, request_id="kept"))
+        await start.waiting(3)
+        await start.waiting(1, "eval")
+        if named:
+            assert await post("/engine/abort_request", {"request_id": "nobody"}) == (
+                200,
+                {"status": "ok", "aborted": 0},
+            )
+            for name in ("unary", "streamed", "chat"):
+                assert await post("/engine/abort_request", {"request_id": name}) == (
+                    200,
+                    {"status": "ok", "aborted": 1},
+                )
+        else:
+            assert (await post("/abort_requests", {}))[0] == 200
+        for task in (unary, streamed):
+            with pytest.raises(Cancelled, match="aborted before a worker was reached"):
+                await task
+        assert (await evaluated)[0] == 499
+        if named:
+            start.discover()
+            assert (await kept).choices[0].token_ids.size == 6
+        else:
+            with pytest.raises(Cancelled):
+                await kept
         assert start.router.queue.waiting == {}
 
 

@@ -128,14 +128,7 @@ async def test_processes_act_as_one_and_outlive_each_other(tmp_path: Path) -> No
                 reached += 1
         assert reached >= 8
 
-        async def administered() -> bool:
-            try:
-                status, _ = await ask(url, "/v1/rl/workers")
-            except aiohttp.ClientError:
-                return False
-            return status == 200
-
-        await eventually(administered, seconds=20.0)
+        await eventually(lambda: _administered(url), seconds=20.0)
         assert (await admin.update_policy(write_weights(tmp_path, "v3"))).policy_version == "v3"
         answers = await asyncio.gather(*(ask(url, sent=body(rollplane={"policy_version": "v3"})) for _ in range(12)))
         assert [status for status, _ in answers] == [200] * 12
@@ -156,6 +149,58 @@ async def test_the_limits_of_a_fleet_hold_for_all_processes_together(tmp_path: P
         # All have left: there is room again.
         answers = await asyncio.gather(*(ask(url, sent=body()) for _ in range(3)))
         assert [status for status, _ in answers] == [200] * 3
+
+
+async def test_what_the_owner_had_let_in_counts_again_after_it_was_killed(tmp_path: Path) -> None:
+    """Two processes, so that one follower has all that outlives the owner."""
+    options = ["--workers", "1", "--processes", "2", "--port", "0", "--backoff-s", "0.05"]
+    options += ["--engine-option", "step_s=0.02", "--max-running", "3"]
+    async with serving(*options, log=tmp_path / "log") as (process, url):
+
+        async def long(i: int) -> int:
+            try:
+                status, _ = await ask(url, sent=body(request_id=f"long-{i}", sampling={"max_tokens": 3000}))
+            except aiohttp.ClientError:
+                return 0  # it was at the owner
+            return status
+
+        def running() -> Any:
+            return counted(url, 'rollplane_queue_running{fleet="default"')
+
+        lost: list[asyncio.Task[int]] = []
+        kept: list[asyncio.Task[int]] = []
+        while not kept:  # the system chooses the process
+            lost = [asyncio.create_task(long(i)) for i in range(3)]
+            await eventually(lambda: _is(running, 3))
+            owner = processes_of(process.pid)[0]
+            os.kill(owner, signal.SIGKILL)
+            await asyncio.wait(lost, timeout=0.5)
+            kept = [task for task in lost if not task.done()]
+            await eventually(lambda: _administered(url), seconds=20.0)
+        await eventually(lambda: _is(running, len(kept)))
+        more = [asyncio.create_task(long(10 + i)) for i in range(3)]
+        await eventually(lambda: _is(running, 3))
+        assert await counted(url, "rollplane_queue_waiting{") == len(kept)
+        status, _ = await ask(url, "/abort_requests", {})
+        assert status == 200
+        await asyncio.gather(*kept)
+        await ask(url, "/abort_requests", {})
+        assert await asyncio.gather(*kept, *more) == [200] * (len(kept) + 3)
+        await eventually(lambda: _is(running, 0))
+
+
+async def _is(count: Any, wanted: float) -> bool:
+    try:
+        return bool(await count() == wanted)
+    except (aiohttp.ClientError, AssertionError):
+        return False
+
+
+async def _administered(url: str) -> bool:
+    try:
+        return (await ask(url, "/v1/rl/workers"))[0] == 200
+    except aiohttp.ClientError:
+        return False
 
 
 async def test_a_frontend_of_its_own_may_have_several_processes_too(tmp_path: Path) -> None:

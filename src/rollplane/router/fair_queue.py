@@ -183,6 +183,13 @@ class FairQueue:
             "the request waited for room in the fleet until its deadline", param="rollplane.deadline_s"
         )
 
+    def let_in(self, request: GenerateRequest) -> Waiter:
+        """Count a request that runs already, whatever the limits say; what `leave` takes back."""
+        name = self._class_of(request.options.traffic_class)
+        waiter = Waiter(request.sampling.choices, traffic=name, caller=request.caller, model=request.model)
+        self._start(waiter)
+        return waiter
+
     def leave(self, waiter: Waiter) -> None:
         """The request has ended, in whatever way; the next ones start."""
         self.running -= waiter.sequences

@@ -66,7 +66,13 @@ class Models:
         return router.generate(request)
 
     async def known(
-        self, model: str | None, *, deadline_s: float | None, caller: str | None, traffic_class: str | None
+        self,
+        model: str | None,
+        *,
+        request_id: str,
+        deadline_s: float | None,
+        caller: str | None,
+        traffic_class: str | None,
     ) -> EngineInfo:
         """The facts of what serves a model; see `Router.known`. While no fleet that was reached serves it, those that were not
         are waited for.
@@ -85,7 +91,10 @@ class Models:
                 router, _ = self._of(model)
             except Unavailable:
                 unknown = [router for router in self.routers.values() if not router.reached]
-                waits = [asyncio.ensure_future(router.known(model, deadline_s=left_s(), **asked)) for router in unknown]
+                waits = [
+                    asyncio.ensure_future(router.known(model, request_id=request_id, deadline_s=left_s(), **asked))
+                    for router in unknown
+                ]
                 try:
                     done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
                     for wait in done:
@@ -95,7 +104,7 @@ class Models:
                         wait.cancel()
                     await asyncio.gather(*waits, return_exceptions=True)
             else:
-                return await router.known(model, deadline_s=left_s(), **asked)
+                return await router.known(model, request_id=request_id, deadline_s=left_s(), **asked)
 
     async def render_media(self, body: RenderBody, *, model: str | None = None) -> Rendered:
         """See `Router.render_media`; where the model is."""

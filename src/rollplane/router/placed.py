@@ -1,7 +1,8 @@
 """Where a router's requests are, and small helpers of its waits."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator
+import contextlib
+from collections.abc import AsyncGenerator, AsyncIterator, Generator
 from typing import Protocol
 
 from rollplane.protocol.events import Event
@@ -30,6 +31,43 @@ class Placement:
         self.woken.set()
         if self.ticket is not None:
             self.ticket.wake()
+
+
+class Unknowing:
+    """Requests that wait until it is known what serves them, by id; several callers may ask for one.
+
+    They have no placement, and an abort has no answer that it could give: it ends their wait with an error.
+    """
+
+    def __init__(self) -> None:
+        self._aborted: dict[str, list[asyncio.Event]] = {}
+
+    def __repr__(self) -> str:
+        return f"<Unknowing {len(self._aborted)}>"
+
+    @contextlib.contextmanager
+    def waits(self, request_id: str) -> Generator[asyncio.Event, None, None]:
+        """The block waits; the event is set when the request is aborted."""
+        aborted = asyncio.Event()
+        self._aborted.setdefault(request_id, []).append(aborted)
+        try:
+            yield aborted
+        finally:
+            callers = self._aborted[request_id]
+            callers.remove(aborted)
+            if not callers:
+                del self._aborted[request_id]
+
+    def abort(self, request_id: str) -> int:
+        """End the waits for a request; 1 where there were any."""
+        callers = self._aborted.get(request_id, [])
+        for aborted in callers:
+            aborted.set()
+        return 1 if callers else 0
+
+    def abort_all(self) -> int:
+        """End all waits; how many requests waited."""
+        return sum(self.abort(request_id) for request_id in list(self._aborted))
 
 
 class Routes(Protocol):

@@ -17,6 +17,7 @@ from rollplane.discovery.base import Discovery
 from rollplane.engines.base import MediaRenderer
 from rollplane.engines.wrappers.live import LiveRequests
 from rollplane.errors import (
+    Cancelled,
     DeadlineExceeded,
     InvalidRequest,
     PreconditionFailed,
@@ -40,7 +41,7 @@ from rollplane.router.health import Circuit, CircuitSettings, is_fault, may_move
 from rollplane.router.held import abort_events
 from rollplane.router.key_homes import KeyHomes
 from rollplane.router.observed import Observed
-from rollplane.router.placed import Placement, RoutedRequests, close_events, either
+from rollplane.router.placed import Placement, RoutedRequests, Unknowing, close_events, either
 from rollplane.router.policies import Policy, make_policy
 from rollplane.router.prefill_pace import PaceSettings, PrefillPace, Ticket
 from rollplane.router.prefill_turns import PrefillTurns
@@ -107,6 +108,7 @@ class Router:
         self._caches = CacheFollowers(self.policy, on_learn=self._turns.learned)
         self._workers: dict[str, RoutedWorker] = {}
         self._placed: dict[str, Placement] = {}
+        self._unknowing = Unknowing()
         self._live = LiveRequests(RoutedRequests(self))
         self._closing = False
 
@@ -216,7 +218,7 @@ class Router:
         """End a request, wherever it is: on its worker, or held here (then without tokens)."""
         placement = self._placed.get(request_id)
         if placement is None:
-            return 0
+            return self._unknowing.abort(request_id)
         if placement.worker is None:
             placement.aborted = True
             placement.wake()
@@ -225,7 +227,8 @@ class Router:
 
     async def abort_all(self) -> int:
         """End every request that this frontend has placed or holds; how many there were."""
-        return sum(await asyncio.gather(*(self.abort(request_id) for request_id in list(self._placed))))
+        unknowing = self._unknowing.abort_all()
+        return unknowing + sum(await asyncio.gather(*(self.abort(request_id) for request_id in list(self._placed))))
 
     async def render_media(self, body: RenderBody, *, model: str | None = None) -> Rendered:
         """Let the least loaded worker process the media of a prompt; `model` is for `Models` to choose by.
@@ -261,12 +264,14 @@ class Router:
         else:
             identify(request.features)
         about = request.options
-        check_request(
-            request,
-            await self.known(
-                request.model, deadline_s=deadline_s, caller=request.caller, traffic_class=about.traffic_class
-            ),
+        info = await self.known(
+            request.model,
+            request_id=request.request_id,
+            deadline_s=deadline_s,
+            caller=request.caller,
+            traffic_class=about.traffic_class,
         )
+        check_request(request, info)
         placement = self._placed[request.request_id] = Placement()
         entered: Waiter | None = None
         attempt = request.attempt
@@ -376,20 +381,29 @@ class Router:
                 del self._placed[request.request_id]
 
     async def known(
-        self, model: str | None, *, deadline_s: float | None, caller: str | None, traffic_class: str | None
+        self,
+        model: str | None,
+        *,
+        request_id: str,
+        deadline_s: float | None,
+        caller: str | None,
+        traffic_class: str | None,
     ) -> EngineInfo:
         """The facts of the workers, without which no request can be checked. Until the first one is reached a request waits,
         and counts among those that wait for room.
 
         Raises:
-            Overloaded: too many wait already. DeadlineExceeded: none was reached in time.
+            Overloaded: too many wait already. DeadlineExceeded: none was reached in time. Cancelled: it was aborted.
             Unavailable: none was reached within the hold limit, or the router closes.
         """
         with contextlib.suppress(Unavailable):
             return self.fleet.info
         limit = time.monotonic() + (self.settings.hold_limit_s if deadline_s is None else deadline_s)
-        with self.queue.outside(traffic=traffic_class, caller=caller, model=model):
+        who = {"traffic": traffic_class, "caller": caller, "model": model}
+        with self.queue.outside(**who), self._unknowing.waits(request_id) as aborted:
             while True:
+                if aborted.is_set():
+                    raise Cancelled("the request was aborted before a worker was reached")
                 changed = self.fleet.changed
                 try:
                     return self.fleet.info
@@ -402,7 +416,7 @@ class Router:
                             f"the request could not be placed within its deadline: {error.message}",
                             param="rollplane.deadline_s",
                         ) from None
-                    await either(changed, timeout_s=min(left, RECHECK_S))
+                    await either(changed, aborted, timeout_s=min(left, RECHECK_S))
 
     async def _choose(
         self, request: GenerateRequest, placement: Placement, *, ends: float | None, avoid: list[RoutedWorker]

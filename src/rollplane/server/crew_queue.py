@@ -1,9 +1,11 @@
 """One queue for all processes of a frontend: it is the owner's; followers hold a call to it open while a request runs.
 
-The end of the call is the end of the request, also where the process that made it was killed.
+The end of the call is the end of the request, also where the process that made it was killed. Where the owner was, its
+followers tell the next one what it had let in and still runs, before they ask for more.
 """
 
 import asyncio
+import contextlib
 import time
 from typing import Final
 
@@ -24,7 +26,7 @@ ADMITTED: Final = b"in"
 
 
 class Ask(msgspec.Struct, frozen=True, kw_only=True):
-    """One request that wants in. `left_s`: until its deadline."""
+    """One request that wants in. `left_s`: until its deadline. `runs`: an owner that is gone let it in."""
 
     choices: int
     priority: int = 0
@@ -32,6 +34,7 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
     caller: str | None = None
     left_s: float | None = None
+    runs: bool = False
 
     def request(self) -> GenerateRequest:
         """As the queue reads it; it has no prompt."""
@@ -47,11 +50,13 @@ class Ask(msgspec.Struct, frozen=True, kw_only=True):
 
 
 async def enter(queue: FairQueue, ask: Ask) -> Waiter:
-    """Let a follower's request in, in its turn.
+    """Let a follower's request in, in its turn; one that runs is counted at once.
 
     Raises:
         Overloaded, DeadlineExceeded: see `FairQueue.enter`.
     """
+    if ask.runs:
+        return queue.let_in(ask.request())
     ends = None if ask.left_s is None else time.monotonic() + ask.left_s
     waiter = await queue.enter(ask.request(), ends=ends, woken=asyncio.Event())
     if waiter is None:
@@ -76,6 +81,22 @@ class Admitted(WatchedAnswer):
             self._queue.leave(self._waiter)
 
 
+class _Call:
+    """A call that is open while a request runs. `keeping`: tells another owner when this one has gone."""
+
+    __slots__ = ("answer", "keeping")
+
+    def __init__(self, answer: aiohttp.ClientResponse) -> None:
+        self.answer = answer
+        self.keeping: asyncio.Task[None] | None = None
+
+    def end(self) -> None:
+        """The request has ended."""
+        if self.keeping is not None:
+            self.keeping.cancel()
+        self.answer.close()
+
+
 class OwnersQueue(FairQueue):
     """The owner's queue from a follower.
 
@@ -89,7 +110,9 @@ class OwnersQueue(FairQueue):
         self._crew = crew
         self._path = QUEUE_PATH + fleet
         self._wait_limit_s = wait_limit_s
-        self._calls: dict[Waiter, aiohttp.ClientResponse] = {}
+        self._calls: dict[Waiter, _Call] = {}
+        self._untold: set[Waiter] = set()
+        """What was let in by an owner that is gone, and no other knows of yet."""
 
     def __repr__(self) -> str:
         return f"<OwnersQueue {len(self._calls)} let in>"
@@ -104,7 +127,9 @@ class OwnersQueue(FairQueue):
             await asyncio.wait({call, woke}, return_when=asyncio.FIRST_COMPLETED)
             if not call.done():
                 return None
-            self._calls[waiter] = call.result()
+            made = self._calls[waiter] = _Call(call.result())
+            again = self._ask(request, ends=None, runs=True)
+            made.keeping = asyncio.create_task(self._keep(waiter, made, again), name="let in by the owner")
             self.running += waiter.sequences
             return waiter
         finally:
@@ -117,24 +142,43 @@ class OwnersQueue(FairQueue):
 
     def leave(self, waiter: Waiter) -> None:
         """The request has ended."""
-        answer = self._calls.pop(waiter)
+        self._calls.pop(waiter).end()
+        self._untold.discard(waiter)
         self.running -= waiter.sequences
-        answer.close()
+
+    async def _keep(self, waiter: Waiter, call: _Call, ask: Ask) -> None:
+        """Wait for the end of the owner, and tell the next one; for as long as the request runs."""
+        body = msgspec.json.encode(ask)
+        while True:
+            with contextlib.suppress(aiohttp.ClientError, OSError):
+                await call.answer.content.read()
+            self._untold.add(waiter)
+            while waiter in self._untold:
+                try:
+                    call.answer = await self._call(body)
+                    self._untold.discard(waiter)
+                except RollplaneError:
+                    await asyncio.sleep(RETRY_S)
+
+    @staticmethod
+    def _ask(request: GenerateRequest, *, ends: float | None, runs: bool = False) -> Ask:
+        return Ask(
+            choices=request.sampling.choices,
+            priority=request.priority,
+            traffic=request.options.traffic_class,
+            model=request.model,
+            caller=request.caller,
+            left_s=None if ends is None else max(ends - time.monotonic(), 0.0),
+            runs=runs,
+        )
 
     async def _let_in(self, request: GenerateRequest, *, ends: float | None) -> aiohttp.ClientResponse:
         limit = time.monotonic() + self._wait_limit_s if ends is None else ends
         while True:
-            left_s = None if ends is None else max(ends - time.monotonic(), 0.0)
-            ask = Ask(
-                choices=request.sampling.choices,
-                priority=request.priority,
-                traffic=request.options.traffic_class,
-                model=request.model,
-                caller=request.caller,
-                left_s=left_s,
-            )
             try:
-                return await self._call(msgspec.json.encode(ask))
+                if self._untold:
+                    raise TransportError("the owner of the queue is gone and does not know yet what runs")
+                return await self._call(msgspec.json.encode(self._ask(request, ends=ends)))
             except TransportError as error:
                 if time.monotonic() >= limit:
                     raise owner_gone(error) from None

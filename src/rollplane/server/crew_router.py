@@ -33,7 +33,12 @@ class CrewRouter(Router):
 
     async def abort(self, request_id: str) -> int:
         """End a request, in whichever process it is."""
-        return await self._claimed.abort(request_id)
+        found = await self._claimed.abort(request_id)
+        if found or self.reached:
+            return found
+        # What waits for a fleet's first worker has no claim yet.
+        engines = [self._crew.engine(i, self.name) for i in self._crew.others]
+        return sum(await asyncio.gather(*(each.abort(request_id) for each in engines if each is not None)))
 
     async def abort_all(self) -> int:
         """End every request of the fleet in every process."""

@@ -28,20 +28,32 @@ class KnownLater(Protocol):
     """An engine that may not know yet what it serves: a router whose workers were not reached."""
 
     async def known(
-        self, model: str | None, *, deadline_s: float | None, caller: str | None, traffic_class: str | None
+        self,
+        model: str | None,
+        *,
+        request_id: str,
+        deadline_s: float | None,
+        caller: str | None,
+        traffic_class: str | None,
     ) -> EngineInfo:
-        """What serves this model, waited for up to the deadline."""
+        """What serves this model, waited for up to the deadline or an abort of the request."""
         ...
 
 
 async def info_of(
-    service: Service, receive: Receive, *, model: str | None, options: RequestOptions, caller: str | None
+    service: Service,
+    receive: Receive,
+    *,
+    request_id: str,
+    model: str | None,
+    options: RequestOptions,
+    caller: str | None,
 ) -> EngineInfo:
     """The facts of what serves a request. A server that has just started waits for them as the request would wait for a
     worker; what that takes is taken off the request's deadline.
 
     Raises:
-        RollplaneError: they did not come in time, too many wait, or the caller hung up.
+        RollplaneError: they did not come in time, too many wait, the request was aborted, or the caller hung up.
     """
     try:
         return service.engine.info
@@ -50,7 +62,9 @@ async def info_of(
         if not isinstance(engine, KnownLater):
             raise
     began, deadline_s = time.monotonic(), options.deadline_s
-    waiting = engine.known(model, deadline_s=deadline_s, caller=caller, traffic_class=options.traffic_class)
+    waiting = engine.known(
+        model, request_id=request_id, deadline_s=deadline_s, caller=caller, traffic_class=options.traffic_class
+    )
     with service.one_in_flight():
         info = await run_unanswered(waiting, receive)
     if deadline_s is not None:

@@ -166,7 +166,9 @@ async def read_asked(request: Request, service: Service, body: EvaluationBody, r
     request_id = _request_id(request.headers.get("x-request-id"), body.request_id)
     options = _options(request, body)
     caller = caller_of(request.headers.get("authorization"))
-    info = await info_of(service, request.receive, model=body.model, options=options, caller=caller)
+    info = await info_of(
+        service, request.receive, request_id=request_id, model=body.model, options=options, caller=caller
+    )
     model = body.model or info.model
     style = Style.of(body, model=model, request_id=request_id, routes=service.settings.routes_encoding)
     return Asked(_requests(request, body, raw, ids, media, style, request_id, options), style, texts, body)
