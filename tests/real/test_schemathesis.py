@@ -39,7 +39,7 @@ def url(tmp_path: Path) -> Iterator[str]:
 def attack(url: str, place: Path, options: Sequence[str]) -> None:
     schemathesis = Path(sys.executable).with_name("schemathesis")
     command = [str(schemathesis), "run", f"{url}/openapi.json", "--phases", "coverage,fuzzing", "-n", EXAMPLES]
-    command += ["--request-timeout", "60"]  # the first text loads the tokenizer's libraries, slow on busy cores
+    command += ["--request-timeout", "60"]  # the cores are busy
     command += ["--seed", "1", "--checks", CHECKS, "--suppress-health-check", "all", "--warnings", "off"]
     done = subprocess.run(
         [*command, "--continue-on-failure", *options],

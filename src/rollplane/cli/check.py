@@ -23,7 +23,7 @@ from rollplane.engines.registry import engine_class
 from rollplane.errors import RollplaneError
 from rollplane.server import ops
 from rollplane.server.auth import KeyRing, check_binding
-from rollplane.server.text import text_directory
+from rollplane.server.text import TOKENIZER_FILE, text_directory
 
 State = Literal["ok", "warn", "fail"]
 
@@ -212,9 +212,14 @@ def _model(worker: WorkerSettings, server: ServerSettings) -> Iterator[Finding]:
         return f"{config.get('architectures', ['?'])[0]}, {len(files)} files, {total / 2**20:.1f} MiB"
 
     yield _tried("model", weights)
-    text = text_directory(server.tokenizer, worker.model)
-    says = f"tokenizer in {text}" if text is not None else "no tokenizer: OpenAI's routes and stop strings are refused"
-    yield Finding(name="text", state="ok" if text is not None else "warn", says=says)
+    named = server.tokenizer
+    text = text_directory(worker.model if named is None else named)
+    if text is not None:
+        yield Finding(name="text", state="ok", says=f"tokenizer in {text}")
+    elif named is not None:
+        yield Finding(name="text", state="fail", says=f"{named} has no {TOKENIZER_FILE}")
+    else:
+        yield Finding(name="text", state="warn", says="no tokenizer: OpenAI's routes and stop strings are refused")
     newest = max((file.stat().st_mtime for file in path.iterdir()), default=0.0)
     ahead = newest - time.time()
     if ahead > CLOCK_S:

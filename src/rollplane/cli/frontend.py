@@ -39,7 +39,7 @@ from rollplane.server.crew_router import CrewRouter
 from rollplane.server.fleets import FleetPaths, fleet_services
 from rollplane.server.metrics import Metrics
 from rollplane.server.service import Service
-from rollplane.server.text import Texts, text_directory
+from rollplane.server.text import Texts, named_texts, text_directory
 
 DEFAULT_FLEET: Final = "default"
 """The name of the first fleet, whose policy is trained."""
@@ -58,6 +58,7 @@ async def run_frontend(settings: Settings) -> None:
     check_binding(server.host, keys)
     check_binding(server.admin_host or server.host, keys)
     ops.check_tls(server)
+    texts = named_texts(server.tokenizer) or Texts(text_directory(about.initial_checkpoint))
     crew = crew_of(settings.table(CrewSettings))
     discovery = discovery_of(about)
     others = {name: StaticDiscovery(urls_of(name, text)) for name, text in about.fleet.items()}
@@ -72,6 +73,7 @@ async def run_frontend(settings: Settings) -> None:
         # One process administers; that port is its alone.
         admin_sock = ops.bind_admin(server) if crew is None or crew.owns else None
         url = ops.url_of(sock, tls=server.tls_cert_file is not None)
+        await texts.start()
         await engine.start()
         service = Service(
             role="frontend",
@@ -80,7 +82,7 @@ async def run_frontend(settings: Settings) -> None:
             settings=server,
             keys=keys,
             metrics=Metrics(),
-            texts=Texts(text_directory(server.tokenizer, about.initial_checkpoint)),
+            texts=texts,
             admin_port=server.admin_port if crew is not None else ops.port_of(admin_sock),
             other_pages=OtherPages(crew, ROOT_APP) if crew is not None and crew.owns else None,
         )

@@ -12,7 +12,7 @@ from rollplane.server.app import create_app
 from rollplane.server.auth import KeyRing, check_binding
 from rollplane.server.metrics import Metrics
 from rollplane.server.service import Service
-from rollplane.server.text import Texts, text_directory
+from rollplane.server.text import Texts, named_texts, text_directory
 
 log = structlog.get_logger("rollplane.worker")
 
@@ -29,6 +29,7 @@ async def run_worker(settings: Settings) -> None:
     check_binding(server.host, keys)
     check_binding(server.admin_host or server.host, keys)
     ops.check_tls(server)
+    texts = named_texts(server.tokenizer)
     runtime = dynamo.runtime_of(settings) if about.runtime == "dynamo" else None
     engine = build_engine(about)
     sock = ops.bind(server)
@@ -52,6 +53,8 @@ async def run_worker(settings: Settings) -> None:
     log.info("engine_starting", engine=about.engine, model=about.model)
     try:
         await serving.start()
+        texts = texts or Texts(text_directory(about.model, serving.info.model))
+        await texts.start()
     except BaseException:
         sock.close()
         await serving.close()
@@ -64,7 +67,7 @@ async def run_worker(settings: Settings) -> None:
         settings=server,
         keys=keys,
         metrics=Metrics(),
-        texts=Texts(text_directory(server.tokenizer, about.model, serving.info.model)),
+        texts=texts,
         admin_port=ops.port_of(admin_sock),
     )
 

@@ -1,7 +1,8 @@
 """Text for the evaluation routes: the model's tokenizer and chat template, from one directory.
 
-Rollouts never come here: they are token ids in both directions. The tokenizer is read when the first request needs it,
-off the event loop; the directory's own files only, and no code of theirs.
+Rollouts never come here: they are token ids in both directions. A tokenizer that was named is read at the start; one that
+is merely there, when the first request needs it, off the event loop: its libraries take seconds and 250 MB. The
+directory's own files only, and no code of theirs.
 """
 
 import asyncio
@@ -28,6 +29,20 @@ def text_directory(*candidates: str | None) -> Path | None:
     """The first of these directories that holds a tokenizer."""
     found = (Path(each) for each in candidates if each is not None)
     return next((path for path in found if (path / TOKENIZER_FILE).is_file()), None)
+
+
+def named_texts(directory: str | None) -> "Texts | None":
+    """The text model of the directory that `server.tokenizer` names, not read yet; None where that names none.
+
+    Raises:
+        InvalidRequest: no tokenizer is there.
+    """
+    if directory is None:
+        return None
+    found = text_directory(directory)
+    if found is None:
+        raise InvalidRequest(f"server.tokenizer: {directory} has no {TOKENIZER_FILE}", param="server.tokenizer")
+    return Texts(found, named=True)
 
 
 class TextModel:
@@ -156,15 +171,29 @@ class TextStream:
 
 
 class Texts:
-    """The text model of an app, read once, when it is first asked for."""
+    """The text model of an app, read once.
 
-    def __init__(self, directory: Path | None) -> None:
+    Args:
+        named: it was asked for by its name, so `start` reads it; else whoever first asks for it does.
+    """
+
+    def __init__(self, directory: Path | None, *, named: bool = False) -> None:
         self.directory = directory
+        self._named = named
         self._model: TextModel | None = None
         self._lock = asyncio.Lock()
 
     def __repr__(self) -> str:
         return f"<Texts {self.directory}, {'read' if self._model is not None else 'not read'}>"
+
+    async def start(self) -> None:
+        """Read what was named, so that the first text does not wait for it.
+
+        Raises:
+            InvalidRequest: it cannot be read.
+        """
+        if self._named:
+            await self.model()
 
     async def model(self) -> TextModel:
         """The text model.

@@ -57,6 +57,13 @@ def test_weights_that_were_cut_off_are_named(model: Path) -> None:
     assert "cut off" in says
 
 
+def test_a_tokenizer_that_is_named_and_not_there_fails(model: Path, tmp_path: Path) -> None:
+    asked = {"worker__engine": "embedded", "worker__model": str(model)}
+
+    assert states(**asked)["text"] == ("ok", f"tokenizer in {model}")
+    assert states(**asked, server__tokenizer=str(tmp_path))["text"] == ("fail", f"{tmp_path} has no tokenizer.json")
+
+
 def test_files_from_the_future_are_a_warning(model: Path) -> None:
     os.utime(model / "config.json", (4e9, 4e9))
 

@@ -8,7 +8,7 @@ import pytest
 from tests.models import tiny
 
 from rollplane.errors import InvalidRequest
-from rollplane.server.text import TextModel, Texts, chat_messages, text_directory
+from rollplane.server.text import TextModel, Texts, chat_messages, named_texts, text_directory
 
 
 @pytest.fixture(scope="module")
@@ -54,6 +54,25 @@ def test_the_first_directory_with_a_tokenizer_is_taken(tmp_path: Path) -> None:
 
     assert text_directory(None, str(tmp_path / "no"), str(tmp_path)) == tmp_path
     assert text_directory(None, "some/name") is None
+
+
+def test_a_directory_that_is_named_must_have_a_tokenizer(tmp_path: Path) -> None:
+    assert named_texts(None) is None
+    with pytest.raises(InvalidRequest, match=r"server\.tokenizer: .* has no tokenizer\.json"):
+        named_texts(str(tmp_path))
+
+
+async def test_what_was_named_is_read_at_the_start_and_anything_else_when_it_is_asked_for() -> None:
+    directory = tiny.shared_model("qwen3", layers=2)
+    named, there = named_texts(str(directory)), Texts(directory)
+    assert named is not None
+
+    await named.start()
+    await there.start()
+
+    assert repr(named) == f"<Texts {directory}, read>"
+    assert repr(there) == f"<Texts {directory}, not read>"
+    assert (await named.model()) is (await named.model())
 
 
 async def test_a_directory_that_cannot_be_read_is_an_error_each_time(tmp_path: Path) -> None:
