@@ -223,7 +223,13 @@ async def test_a_policy_version_nobody_has_is_refused_as_on_generate(served: Ser
         (COMPLETIONS, {"temperature": -1}, "temperature"),
         (COMPLETIONS, {"stream_options": {"include_usage": True}}, "stream_options"),
         (COMPLETIONS, {"response_format": {"type": "yaml"}}, "response_format"),
-        (COMPLETIONS, {"response_format": {"type": "json_object"}}, "structured_outputs"),
+        (COMPLETIONS, {"response_format": {"type": "json_object"}}, "response_format"),
+        (COMPLETIONS, {"vllm_xargs": {"a": 1}}, "vllm_xargs"),
+        (COMPLETIONS, {"stop_token_ids": [None]}, "stop_token_ids[0]"),
+        (COMPLETIONS, {"stop_token_ids": [5_000]}, "stop_token_ids"),
+        (COMPLETIONS, {"allowed_token_ids": ["a"]}, "allowed_token_ids[0]"),
+        (COMPLETIONS, {"stream": True, "vllm_xargs": {"a": 1}}, "vllm_xargs"),
+        (COMPLETIONS, {"stream": True, "stream_options": {"nope": 1}}, "stream_options.nope"),
         (COMPLETIONS, {"prompt": list(range(600))}, "prompt"),
         (CHAT, {"messages": []}, "messages"),
         (CHAT, {"messages": [{"content": "x"}]}, "messages[0].role"),
@@ -231,6 +237,8 @@ async def test_a_policy_version_nobody_has_is_refused_as_on_generate(served: Ser
         (CHAT, {"tools": [{"type": "function"}]}, "tools"),
         (CHAT, {"top_logprobs": 2}, "top_logprobs"),
         (CHAT, {"max_completion_tokens": 3}, "max_completion_tokens"),
+        (CHAT, {"max_tokens": None, "max_completion_tokens": -1}, "max_completion_tokens"),
+        (CHAT, {"logprobs": True, "top_logprobs": 1000}, "top_logprobs"),
         (CHAT, {"chat_template_kwargs": {"chat_template": "{{ 1 }}"}}, "chat_template_kwargs.chat_template"),
         (
             CHAT,
@@ -248,6 +256,27 @@ async def test_what_cannot_be_done_is_refused_by_the_callers_own_name(
 
     assert error["param"] == param, error
     assert "sampling_params" not in error["message"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param"),
+    [
+        ("/tokenize", {"prompt": 5}, "prompt"),
+        ("/tokenize", {"prompt": "x", "nope": 1}, "nope"),
+        ("/tokenize", {}, "prompt"),
+        ("/tokenize", {"messages": []}, "messages"),
+        ("/detokenize", {}, "tokens"),
+        ("/detokenize", {"tokens": [1, "a"]}, "tokens[1]"),
+        ("/detokenize", {"tokens": [1, -1]}, "tokens[1]"),
+        ("/detokenize", {"tokens": [5_000]}, "tokens[0]"),  # the decoder would leave it out without a word
+    ],
+)
+async def test_what_is_no_text_or_token_is_refused_by_name(
+    served: Served, path: str, body: dict[str, Any], param: str
+) -> None:
+    error = (await post(served, path, body, status=400))["error"]
+
+    assert error["param"] == param, error
 
 
 async def test_a_server_without_a_tokenizer_says_how_to_give_it_one() -> None:

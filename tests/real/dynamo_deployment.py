@@ -91,10 +91,16 @@ def embedded_worker(
 
 @contextlib.contextmanager
 def vllm_worker(
-    store: Path, log: Path, *, model: Path, arguments: Sequence[str] = (), environment: Mapping[str, str] | None = None
+    store: Path,
+    log: Path,
+    *,
+    model: Path,
+    arguments: Sequence[str] = (),
+    environment: Mapping[str, str] | None = None,
+    env: Path = processes.VLLM_ENV,
 ) -> Iterator[processes.Server]:
-    """vLLM in our worker on Dynamo's runtime. `arguments` go to vLLM."""
-    python = beside_vllm()
+    """vLLM in our worker on Dynamo's runtime. `arguments` go to vLLM; `env` is the environment that has it."""
+    python = beside_vllm(env)
     engine = ["--engine", "vllm", "--model", str(model), "--served-model-name", "roll", "--dtype", "float32"]
     engine += ["--max-model-len", str(CONTEXT)]
     settings = processes.VLLM_SETTINGS | {"PATH": f"{python.parent}:{os.environ['PATH']}"} | dict(environment or {})
@@ -128,11 +134,11 @@ def their_vllm_worker(
         yield processes.Server(process.pid, port, log)
 
 
-def beside_vllm() -> Path:
+def beside_vllm(env: Path = processes.VLLM_ENV) -> Path:
     """The interpreter of vLLM's environment, which has Dynamo's runtime too."""
-    python = processes.VLLM_ENV / "bin" / "python"
-    if not list((processes.VLLM_ENV / "lib").glob("python3*/site-packages/dynamo")):
-        raise FileNotFoundError(f"{processes.VLLM_ENV} lacks Dynamo's runtime: run scripts/add_dynamo_runtime.sh")
+    python = env / "bin" / "python"
+    if not list((env / "lib").glob("python3*/site-packages/dynamo")):
+        raise FileNotFoundError(f"{env} lacks Dynamo's runtime: run scripts/add_dynamo_runtime.sh {env.name}")
     return python
 
 

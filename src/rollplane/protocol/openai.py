@@ -5,6 +5,9 @@ meaning. A field that has no meaning here is refused by name. Prompts are texts 
 tokens is in `rollplane.server.text`.
 """
 
+import re
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, Final
 
 import msgspec
@@ -26,6 +29,8 @@ from rollplane.protocol.sampling import (
 
 MAX_PROMPTS: Final = 1024
 MAX_MESSAGES: Final = 65_536
+_PROMPT_IDS: Final = re.compile(r"(?<!\w)token_ids\[")
+_NAME: Final = re.compile(r"(?<![\w.])[a-z_]+(?!\w)")
 
 
 class EvaluationBody(SamplingParams, kw_only=True, forbid_unknown_fields=True):
@@ -157,7 +162,7 @@ def sampling_of(body: EvaluationBody) -> SamplingParams:
     try:
         check_sampling(params)
     except InvalidRequest as error:
-        raise in_callers_words(error, prompt="prompt") from None
+        raise in_callers_words(error, prompt="prompt", names=own_names(body)) from None
     return params
 
 
@@ -183,17 +188,37 @@ def prompts_of(body: CompletionBody, *, most: int = MAX_PROMPTS) -> list[str | I
     return [each if isinstance(each, str) else _ids(each, where=f"prompt[{i}]") for i, each in enumerate(given)]
 
 
-def in_callers_words(error: RollplaneError, *, prompt: str) -> RollplaneError:
-    """The same error with the caller's own names of the fields: no `sampling_params.`, and `prompt` for `token_ids`."""
+def in_callers_words(
+    error: RollplaneError, *, prompt: str, names: Mapping[str, str] = MappingProxyType({})
+) -> RollplaneError:
+    """The same error with the caller's own names of the fields: no `sampling_params.`, `prompt` for `token_ids`, and what
+    `own_names` says.
+    """
 
     def said(text: str) -> str:
-        return text.replace("sampling_params.", "").replace("token_ids[", f"{prompt}[")
+        text = _PROMPT_IDS.sub(f"{prompt}[", text.replace("sampling_params.", ""))
+        return _NAME.sub(lambda found: names.get(found[0], found[0]), text)
 
     param = error.param
     renamed = type(error)(said(error.message), details=error.details)
     renamed.param = prompt if param == "token_ids" else None if param is None else said(param)
     renamed.retry_after_s = error.retry_after_s
     return renamed
+
+
+def own_names(body: EvaluationBody) -> dict[str, str]:
+    """Generate's name of a field -> the one under which this body has it, where it has it under another."""
+    found = {}
+    if body.get("structured_outputs") is None and body.response_format is not None:
+        found["structured_outputs"] = "response_format"
+    if body.get("extra_args") is None and body.vllm_xargs is not None:
+        found["extra_args"] = "vllm_xargs"
+    if isinstance(body, ChatBody):
+        if body.top_logprobs is not None:
+            found["logprobs"] = "top_logprobs"
+        if body.get("max_tokens") is None and body.max_completion_tokens is not None:
+            found["max_tokens"] = "max_completion_tokens"
+    return found
 
 
 def _read(body: bytes, kind: type[Any], *, drop_unknown: bool) -> Any:
@@ -231,12 +256,25 @@ def _read(body: bytes, kind: type[Any], *, drop_unknown: bool) -> Any:
 
 
 def _named(error: InvalidRequest) -> InvalidRequest:
-    """msgspec's path begins with a dot where the root has no name; a missing field has none at all."""
-    message = error.message.removeprefix(".").removeprefix(": ")
+    """msgspec's path begins with a dot where the root has no name."""
     param = (error.param or "").removeprefix(".")
-    if not param and "missing required field `" in message:
-        param = message.split("`")[1]
-    return InvalidRequest(message, param=param or None)
+    return InvalidRequest(error.message.removeprefix(".").removeprefix(": "), param=param or None)
+
+
+def read_fields(body: bytes, kind: type[Any]) -> Any:
+    """A small JSON object as a struct.
+
+    Raises:
+        InvalidRequest: naming the field.
+    """
+    try:
+        return msgspec.json.decode(body, type=kind)
+    except msgspec.ValidationError as error:
+        raise _named(invalid_from_msgspec(error, root="")) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest(f"the body is not JSON: {error}") from None
+    except RecursionError:
+        raise InvalidRequest("the body is nested too deeply") from None
 
 
 def _check_common(body: EvaluationBody) -> None:

@@ -96,6 +96,7 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
 
 _MSGSPEC_PATH: Final = re.compile(r"(.*) - at `(?:key` in `)?\$([^`]*)`", re.DOTALL)
 """A refusal of msgspec: its sentence and the path of the value (or of the object whose key it refuses)."""
+_MSGSPEC_MEMBER: Final = re.compile(r"^Object (?:missing required|contains unknown) field `([^`]*)`$")
 
 FIELD_NAMES: Final[tuple[str, ...]] = SamplingParams.__struct_fields__
 
@@ -248,4 +249,6 @@ def invalid_from_msgspec(error: msgspec.ValidationError | msgspec.DecodeError, *
     """Our error for a value that msgspec refused: its sentence, with the path rooted at the field's public name."""
     found = _MSGSPEC_PATH.fullmatch(str(error))
     text, where = (found[1], root + found[2]) if found else (str(error), root)
-    return InvalidRequest(f"{where}: {text[:1].lower()}{text[1:]}", param=where)
+    member = _MSGSPEC_MEMBER.search(text)
+    param = where if member is None else f"{where}.{member[1]}".removeprefix(".")
+    return InvalidRequest(f"{where}: {text[:1].lower()}{text[1:]}", param=param)

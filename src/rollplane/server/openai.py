@@ -19,15 +19,17 @@ from starlette.types import ASGIApp
 
 from rollplane.errors import InvalidRequest, PayloadTooLarge, Unavailable, UnsupportedMedia
 from rollplane.fold import Fold
-from rollplane.protocol.arrays import INT32_MAX, Int32Array
+from rollplane.protocol.arrays import Int32Array
 from rollplane.protocol.openai import (
     ChatBody,
     CompletionBody,
     EvaluationBody,
     in_callers_words,
+    own_names,
     parse_chat,
     parse_completion,
     prompts_of,
+    read_fields,
 )
 from rollplane.protocol.request import (
     JSON,
@@ -63,6 +65,7 @@ class Asked:
         self.texts = texts
         self.stream_options = body.stream_options
         self.field = "messages" if style.chat else "prompt"
+        self.names = own_names(body)
 
     def __repr__(self) -> str:
         return f"<Asked {self.style.response_id}, {len(self.requests)} prompts>"
@@ -81,13 +84,13 @@ async def chat_completions(request: Request) -> ASGIApp:
 async def _serve(request: Request, *, chat: bool) -> ASGIApp:
     service: Service = request.app.state.service
     arrived = time.monotonic()
-    stream = False
+    stream, names = False, dict[str, str]()
     try:
         if service.lifecycle.draining:
             raise Unavailable("this server is on its way out")
         body = await evaluation_body(request, service)
         parsed = await parsed_body(service, body, chat=chat)
-        stream = bool(parsed.stream)
+        stream, names = bool(parsed.stream), own_names(parsed)
         asked = await read_asked(request, service, parsed, body)
         request.scope["rollplane.request_id"] = asked.requests[0].request_id
         if stream:
@@ -98,12 +101,13 @@ async def _serve(request: Request, *, chat: bool) -> ASGIApp:
                 asked.texts,
                 options=asked.stream_options,
                 field=asked.field,
+                names=asked.names,
                 arrived=arrived,
             )
         with service.one_in_flight():
             answer = await run_watched(_answer(service, asked), request.receive)
     except Exception as error:
-        found = in_callers_words(as_rollplane_error(error), prompt="messages" if chat else "prompt")
+        found = in_callers_words(as_rollplane_error(error), prompt="messages" if chat else "prompt", names=names)
         service.metrics.count_error(found, stream=stream)
         raise found from error
     service.metrics.count_whole(time.monotonic() - arrived)
@@ -272,7 +276,9 @@ async def all_of(work: list[Any]) -> list[Any]:
 
 
 class TokenizeBody(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`prompt` or `messages`; `add_special_tokens` is true for prompts and false for chats unless given."""
+    """`prompt` or `messages`; `add_special_tokens` is true for prompts and false for chats unless given. `model` has no effect:
+    there is one tokenizer.
+    """
 
     model: str | None = None
     prompt: str | None = None
@@ -306,7 +312,7 @@ class PromptText(msgspec.Struct, kw_only=True):
 async def tokenize(request: Request) -> Response:
     """The token ids of a text or a chat."""
     service: Service = request.app.state.service
-    body = _decode(await evaluation_body(request, service), TokenizeBody)
+    body = read_fields(await evaluation_body(request, service), TokenizeBody)
     texts = await service.texts.model()
     if (body.prompt is None) is (body.messages is None):
         raise InvalidRequest("send either prompt or messages", param="prompt")
@@ -325,20 +331,15 @@ async def tokenize(request: Request) -> Response:
 async def detokenize(request: Request) -> Response:
     """The text of token ids."""
     service: Service = request.app.state.service
-    body = _decode(await evaluation_body(request, service), DetokenizeBody)
-    if body.tokens and not (min(body.tokens) >= 0 and max(body.tokens) <= INT32_MAX):
-        raise InvalidRequest(f"tokens must lie in [0, {INT32_MAX}]", param="tokens")
+    body = read_fields(await evaluation_body(request, service), DetokenizeBody)
+    bound = service.engine.info.vocab_bound
+    for i, token in enumerate(body.tokens):
+        if not 0 <= token < bound:
+            raise InvalidRequest(f"tokens[{i}] is {token}, outside [0, {bound})", param=f"tokens[{i}]")
     texts = await service.texts.model()
     ids = np.asarray(body.tokens, dtype=np.int32)
     text = await service.in_pool(lambda: texts.decode(ids, skip_special=False), big=ids.size > BIG_TEXT_CHARS)
     return json_response(PromptText(prompt=text))
-
-
-def _decode(body: bytes, kind: type[Any]) -> Any:
-    try:
-        return msgspec.json.decode(body, type=kind)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
-        raise InvalidRequest(f"the body does not fit: {error}") from None
 
 
 def openai_routes() -> list[ApiRoute]:

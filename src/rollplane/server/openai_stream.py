@@ -6,6 +6,7 @@ completes it to exactly the text of the unary answer. Deltas of a slow reader ar
 
 import asyncio
 import time
+from collections.abc import Mapping
 from typing import Any
 
 import structlog
@@ -79,6 +80,7 @@ class ChunkStream:
         *,
         options: StreamOptions | None,
         field: str,
+        names: Mapping[str, str],
         arrived: float,
     ) -> None:
         self._service = service
@@ -86,6 +88,7 @@ class ChunkStream:
         self._style = style
         self._texts = texts
         self._field = field
+        self._names = names
         self._arrived = arrived
         self._usage = bool(options and options.include_usage)
         self._usage_always = bool(options and options.continuous_usage_stats)
@@ -133,7 +136,9 @@ class ChunkStream:
                 for i in range(len(self._requests)):
                     group.create_task(self._read(i))
         except BaseExceptionGroup as errors:
-            self._error = in_callers_words(as_rollplane_error(errors.exceptions[0]), prompt=self._field)
+            self._error = in_callers_words(
+                as_rollplane_error(errors.exceptions[0]), prompt=self._field, names=self._names
+            )
         self._ended = True
         self._arrival.set()
 

@@ -8,6 +8,7 @@ import pytest
 from rollplane.errors import Conflict, ContextOverflow, InvalidRequest
 from rollplane.protocol.openai import (
     in_callers_words,
+    own_names,
     parse_chat,
     parse_completion,
     prompts_of,
@@ -97,3 +98,32 @@ def test_an_error_keeps_its_kind_and_takes_the_callers_names() -> None:
     busy.retry_after_s = 2.0
     said = in_callers_words(busy, prompt="prompt")
     assert (said.message, said.param, said.details, said.retry_after_s) == ("seed prompt[3]", "seed", {"a": 1}, 2.0)
+
+
+def test_a_field_that_only_sounds_like_the_prompt_keeps_its_name() -> None:
+    error = InvalidRequest(
+        "sampling_params.stop_token_ids[2]: not like token_ids[3]", param="sampling_params.stop_token_ids[2]"
+    )
+
+    said = in_callers_words(error, prompt="prompt")
+
+    assert (said.message, said.param) == ("stop_token_ids[2]: not like prompt[3]", "stop_token_ids[2]")
+
+
+@pytest.mark.parametrize(
+    ("body", "names"),
+    [
+        (chat(max_completion_tokens=3), {"max_tokens": "max_completion_tokens"}),
+        (chat(max_completion_tokens=3, max_tokens=3), {}),
+        (chat(logprobs=True, top_logprobs=1), {"logprobs": "top_logprobs"}),
+        (completion(response_format={"type": "json_object"}), {"structured_outputs": "response_format"}),
+        (completion(vllm_xargs={"a": 1}), {"extra_args": "vllm_xargs"}),
+        (completion(vllm_xargs={"a": 1}, extra_args={"b": 1}), {}),
+    ],
+)
+def test_an_error_has_the_name_under_which_the_field_was_sent(body: Any, names: dict[str, str]) -> None:
+    assert own_names(body) == names
+    for generates, callers in names.items():
+        error = InvalidRequest(f"{generates} is odd, prompt_{generates} is not", param=generates)
+        said = in_callers_words(error, prompt="prompt", names=own_names(body))
+        assert (said.message, said.param) == (f"{callers} is odd, prompt_{generates} is not", callers)
