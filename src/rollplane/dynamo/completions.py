@@ -7,9 +7,8 @@ into text and looks for stop strings itself, and stops the worker at one; so sto
 from collections.abc import Mapping
 from typing import Any, Final
 
-from rollplane.dynamo.envelope import adapter_or_base, object_of, prompt_of, rank_of
+from rollplane.dynamo.envelope import adapter_or_base, encoded, object_of, prompt_of, rank_of
 from rollplane.errors import InvalidRequest
-from rollplane.protocol.arrays import msgpack_encoder
 from rollplane.protocol.request import MSGPACK, GenerateRequest, RequestLimits, parse_request
 
 SAMPLING: Final = (
@@ -26,8 +25,6 @@ SAMPLING: Final = (
 STOPPING: Final = ("max_tokens", "min_tokens", "ignore_eos")
 ALL: Final = 2**32 - 1
 """How the frontend says "all" of logprobs."""
-
-_encoder = msgpack_encoder()
 
 
 def read_completion(
@@ -69,9 +66,7 @@ def read_completion(
         # Nobody reads them on these routes.
         "rollplane": {"sampling_mask": False, "routed_experts": False},
     }
-    request = parse_request(
-        _encoder.encode(body), content_type=MSGPACK, headers={"x-request-id": request_id}, limits=limits
-    )
+    request = parse_request(encoded(body), content_type=MSGPACK, headers={"x-request-id": request_id}, limits=limits)
     # The router counts a higher priority as more urgent; the engines a lower one.
     request.priority = -request.priority
     request.model = adapter_or_base(routing, sent=request.model, base_model=base_model)

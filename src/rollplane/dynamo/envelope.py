@@ -17,6 +17,7 @@ import numpy as np
 from rollplane.errors import InvalidRequest
 from rollplane.identity import identify, routing_marker
 from rollplane.protocol.arrays import Int32Array, msgpack_encoder
+from rollplane.protocol.opaque import check_opaque
 from rollplane.protocol.request import MSGPACK, GenerateRequest, RequestLimits, check_token_ids, parse_request
 from rollplane.protocol.sampling import invalid_from_msgspec
 
@@ -53,6 +54,8 @@ def read_generate(
             raise InvalidRequest(
                 f"extra_args.vllm_tito.{name} has no place there", param=f"extra_args.vllm_tito.{name}"
             )
+    if not all(isinstance(name, str) for name in sent):
+        raise InvalidRequest("extra_args.vllm_tito must have strings for keys", param="extra_args.vllm_tito")
     if sent.get("stream"):
         raise InvalidRequest(
             "stream: true does not pass through Dynamo's frontend; ask this worker's own HTTP server", param="stream"
@@ -61,9 +64,7 @@ def read_generate(
         raise InvalidRequest("multi_modal_data beside extra_args.vllm_tito: raw media and Generate exclude each other",
                              param="multi_modal_data")  # fmt: skip
     body = {**sent, "token_ids": prompt_of(message)}
-    request = parse_request(
-        _encoder.encode(body), content_type=MSGPACK, headers={"x-request-id": request_id}, limits=limits
-    )
+    request = parse_request(encoded(body), content_type=MSGPACK, headers={"x-request-id": request_id}, limits=limits)
     if request.options.max_policy_lag is not None:
         raise InvalidRequest(
             "rollplane.max_policy_lag needs a frontend of ours: behind Dynamo's nobody knows the newest version of the fleet; "
@@ -75,6 +76,27 @@ def read_generate(
     request.data_parallel_rank = rank_of(routing)
     check_markers(extra.get("dynamo_mm_routing_hashes"), request)
     return request
+
+
+def encoded(body: Mapping[str, Any]) -> bytes:
+    """A Generate body as msgpack.
+
+    Raises:
+        InvalidRequest: naming a value that no body can hold: an integer of more than 64 bits, half a surrogate pair, too many
+            levels.
+    """
+    try:
+        return _encoder.encode(body)
+    except (OverflowError, RecursionError, TypeError, UnicodeEncodeError):
+        for name, value in body.items():
+            if isinstance(value, np.ndarray):
+                continue
+            check_opaque(value, param=name)
+            try:
+                _encoder.encode(value)
+            except UnicodeEncodeError:
+                raise InvalidRequest(f"{name} holds text that is not Unicode", param=name) from None
+        raise
 
 
 def object_of(tree: Mapping[str, Any], name: str, *, root: str = "") -> Mapping[str, Any]:
@@ -107,6 +129,8 @@ def prompt_of(message: Mapping[str, Any]) -> Int32Array:
         raise invalid_from_msgspec(error, root="token_ids") from None
     except OverflowError:
         raise InvalidRequest("token_ids holds a number of more than 64 bits", param="token_ids") from None
+    except UnicodeEncodeError:
+        raise InvalidRequest("token_ids holds text", param="token_ids") from None
 
 
 def check_salt(sent: str | None, routing: Mapping[str, Any]) -> None:
@@ -156,7 +180,8 @@ def rank_of(routing: Mapping[str, Any]) -> int | None:
     """
     rank = routing.get("dp_rank")
     if rank is not None and (type(rank) is not int or rank < 0):
-        raise InvalidRequest(f"routing.dp_rank must be an integer >= 0, got {rank!r}", param="routing.dp_rank")
+        got = rank if type(rank) is int else type(rank).__name__
+        raise InvalidRequest(f"routing.dp_rank must be an integer >= 0, got {got}", param="routing.dp_rank")
     return rank
 
 

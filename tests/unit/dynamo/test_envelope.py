@@ -16,6 +16,9 @@ FEATURES = {
     "kwargs_data": {"image": [base64.b64encode(PAYLOAD).decode()]},
 }
 MARKER = routing_marker(media_identity("image", PAYLOAD))
+DEEP: dict[str, Any] = {}
+for _ in range(3000):
+    DEEP = {"a": DEEP}
 
 
 def message(
@@ -129,6 +132,14 @@ def test_unknown_fields_of_the_caller_are_kept_for_the_engine() -> None:
         (message(tito={"model": "ad1"}, routing={"lora_name": "ad2"}), "routing.lora_name"),
         (message(routing={"dp_rank": -1}), "routing.dp_rank"),
         (message(routing={"dp_rank": True}), "routing.dp_rank"),
+        (message(routing={"dp_rank": DEEP}), "routing.dp_rank"),
+        (message(token_ids=["\ud800"]), "token_ids"),
+        (message(extra={"vllm_tito": {1: 2}}), "extra_args.vllm_tito"),
+        (message(tito={"priority": 2**64}), "priority"),
+        (message(tito={"sampling_params": {"seed": 2**70}}), "sampling_params.seed"),
+        (message(tito={"sampling_params": {"stop": ["a", DEEP]}}), "sampling_params"),
+        (message(tito={"cache_salt": "\ud800"}), "cache_salt"),
+        (message(tito={"kv_transfer_params": {"a": [-(2**70)]}}), "kv_transfer_params.a[0]"),
         (message(multi_modal_data={"image_url": []}), "multi_modal_data"),
         (message(tito={"rollplane": {"max_policy_lag": 1}}), "rollplane.max_policy_lag"),
     ],
