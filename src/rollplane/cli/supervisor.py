@@ -165,14 +165,7 @@ async def run_serve(settings: Settings) -> None:
         InvalidRequest: settings that nothing can be served with.
         Unavailable: a child did not become ready, or was given up.
     """
-    server, serve = settings.table(ServerSettings), settings.table(ServeSettings)
-    keys = KeyRing(server.data_key_file, server.admin_key_file)
-    check_binding(server.host, keys)
-    _check_port(server)
-    with private_directory() as (private, lock):
-        plan = _Plan(settings, directory=private, open_to_all=keys.open)
-        workers = [Child(f"worker-{i}", plan.worker(i), settings=serve, inherits=lock) for i in range(serve.workers)]
-        await _supervise(workers, plan.frontends(lock), server=server, serve=serve)
+    await _run(settings, workers=settings.table(ServeSettings).workers, role="serve")
 
 
 async def run_processes(settings: Settings) -> None:
@@ -182,17 +175,22 @@ async def run_processes(settings: Settings) -> None:
         InvalidRequest: settings that nothing can be served with.
         Unavailable: a process did not become ready, or was given up.
     """
+    await _run(settings, workers=0, role="frontend")
+
+
+async def _run(settings: Settings, *, workers: int, role: str) -> None:
     server, serve = settings.table(ServerSettings), settings.table(ServeSettings)
     keys = KeyRing(server.data_key_file, server.admin_key_file)
     check_binding(server.host, keys)
     _check_port(server)
     with private_directory() as (private, lock):
-        plan = _Plan(settings, directory=private, open_to_all=keys.open, own_workers=False)
-        await _supervise([], plan.frontends(lock), server=server, serve=serve, role="frontend")
+        plan = _Plan(settings, directory=private, open_to_all=keys.open, own_workers=role == "serve")
+        children = [Child(f"worker-{i}", plan.worker(i), settings=serve, inherits=lock) for i in range(workers)]
+        await _supervise(children, plan.frontends(lock), server=server, serve=serve, role=role)
 
 
 async def _supervise(
-    workers: list[Child], frontends: list[Child], *, server: ServerSettings, serve: ServeSettings, role: str = "serve"
+    workers: list[Child], frontends: list[Child], *, server: ServerSettings, serve: ServeSettings, role: str
 ) -> None:
     stop = asyncio.Event()
     children = list(workers)

@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from types import TracebackType
 from typing import Any, Final, Self, TypeVar
@@ -24,7 +25,23 @@ FIRST_PAUSE_S: Final = 0.2
 LONGEST_PAUSE_S: Final = 10.0
 
 
-class Transport:
+class Closing(ABC):
+    """What is closed at the end of its `async with` block."""
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    @abstractmethod
+    async def close(self) -> None:
+        """Let go of what it holds. Idempotent."""
+
+
+class Transport(Closing):
     """Connections to one server.
 
     Args:
@@ -53,14 +70,6 @@ class Transport:
 
     def __repr__(self) -> str:
         return f"<Transport {self.base_url} {'closed' if self._session is None else 'open'}>"
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
 
     async def close(self) -> None:
         """Close the connections. Idempotent."""
@@ -171,7 +180,7 @@ class Transport:
         return True if error.retry_after_s is None else error.retry_after_s
 
 
-class Connected:
+class Connected(Closing):
     """What the clients have in common: connections to one server, held as long as an `async with` block.
 
     Args:
@@ -183,14 +192,6 @@ class Connected:
 
     def __repr__(self) -> str:
         return f"<{type(self).__name__} {self._transport.base_url}>"
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
 
     async def close(self) -> None:
         """Close the connections; running calls end with TransportError. Idempotent."""

@@ -14,10 +14,10 @@ import uuid
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from types import TracebackType
-from typing import TYPE_CHECKING, Any, Final, Self, TypeVar
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from rollplane.client.admin import AdminClient
+from rollplane.client.transport import Closing
 from rollplane.errors import Conflict, EngineFailed, InvalidRequest, RollplaneError
 from rollplane.protocol.admin import PauseMode, PauseReport, StagedWeights, UpdateReport
 from rollplane.protocol.broadcast import (
@@ -40,7 +40,7 @@ R = TypeVar("R")
 DEADLINE_S: Final = 300.0
 
 
-class WeightSender:
+class WeightSender(Closing):
     """Sends weights from this process to workers, all of them or none.
 
     Args:
@@ -77,14 +77,6 @@ class WeightSender:
 
     def __repr__(self) -> str:
         return f"<WeightSender to {len(self._clients)} workers, {self._group or 'no group'}>"
-
-    async def __aenter__(self) -> Self:
-        return self
-
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        await self.close()
 
     async def open(self) -> None:
         """Make the group: rank 0 here, each worker's receivers at contiguous ranks after it. With a group: nothing.

@@ -5,14 +5,13 @@ completes it to exactly the text of the unary answer. Deltas of a slow reader ar
 """
 
 import asyncio
-import time
 from collections.abc import Mapping
 from typing import Any
 
 import structlog
-from starlette.types import Receive, Scope, Send
+from starlette.types import Send
 
-from rollplane.errors import EngineProtocolError, RollplaneError, TransportError
+from rollplane.errors import EngineProtocolError
 from rollplane.fold import Fold, concat_ids, concat_logprobs
 from rollplane.protocol.answer import ids_raw, served_by_tree, usage_tree
 from rollplane.protocol.arrays import Int32Array
@@ -22,12 +21,12 @@ from rollplane.protocol.openai import in_callers_words
 from rollplane.protocol.request import GenerateRequest, StreamOptions
 from rollplane.protocol.response import Choice
 from rollplane.protocol.tool_calls import OPEN
-from rollplane.server.engine_calls import add_event, running, stream_answer
-from rollplane.server.error_responses import as_rollplane_error, error_event, error_response
+from rollplane.server.engine_calls import add_event, running
+from rollplane.server.error_responses import as_rollplane_error
 from rollplane.server.generate import plan_for
 from rollplane.server.openai_answers import Style, content_of, encode, ending, logprobs_tree, text_of, total_usage
 from rollplane.server.service import Service
-from rollplane.server.sse import DONE, HEADERS
+from rollplane.server.streamed import StreamedAnswer, Taken
 from rollplane.server.text import TextModel
 
 log = structlog.get_logger("rollplane.server")
@@ -68,7 +67,7 @@ class ChoiceText:
         return whole[self.sent :] if whole.startswith(self._text[: self.sent]) else "", calls
 
 
-class ChunkStream:
+class ChunkStream(StreamedAnswer):
     """The ASGI answer of one streamed body of one or more prompts."""
 
     def __init__(
@@ -83,106 +82,53 @@ class ChunkStream:
         names: Mapping[str, str],
         arrived: float,
     ) -> None:
-        self._service = service
+        super().__init__(service, style.response_id, arrived=arrived)
         self._requests = requests
         self._style = style
         self._texts = texts
         self._field = field
         self._names = names
-        self._arrived = arrived
         self._usage = bool(options and options.include_usage)
         self._usage_always = bool(options and options.continuous_usage_stats)
         self._folds = [Fold(plan_for(each, service.engine.info, exact=service.role == "worker")) for each in requests]
         self._choices: dict[int, ChoiceText] = {}
-        self._parts: dict[int, tuple[list[Int32Array], list[TokenLogprobs]]] = {}
-        self._finished: dict[int, Choice] = {}
-        self._arrival = asyncio.Event()
-        self._error: RollplaneError | None = None
-        self._ended = False
-        self._first_token_seen = False
 
     def __repr__(self) -> str:
         return f"<ChunkStream {self._style.response_id}, {len(self._requests)} prompts>"
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Stream the answer; hanging up stops the engine's work."""
-        serving = self._serve(scope, receive, send)
-        error = await stream_answer(self._service, serving, receive, arrived=self._arrived)
-        if error is not None:
-            log.info("stream_failed", request_id=self._style.response_id, code=error.code, reason=error.message)
-
-    async def _serve(self, scope: Scope, receive: Receive, send: Send) -> RollplaneError | None:
-        reader = asyncio.create_task(self._read_all(), name=f"events of {self._style.response_id}")
-        try:
-            await self._arrival.wait()
-            if self._error is not None and not self._parts:
-                await error_response(self._error)(scope, receive, send)
-                return self._error
-            await send({"type": "http.response.start", "status": 200, "headers": list(HEADERS)})
-            try:
-                await self._write(send)
-            except Exception as error:
-                self._error = as_rollplane_error(error)
-            if self._error is not None:
-                await self._send(send, b"data: " + error_event(self._error) + b"\n\n", more=False)
-            return self._error
-        finally:
-            reader.cancel()
-            await asyncio.gather(reader, return_exceptions=True)
-
-    async def _read_all(self) -> None:
+    async def _read(self) -> None:
         try:
             async with asyncio.TaskGroup() as group:
                 for i in range(len(self._requests)):
-                    group.create_task(self._read(i))
+                    group.create_task(self._read_one(i))
         except BaseExceptionGroup as errors:
-            self._error = in_callers_words(
+            raise in_callers_words(
                 as_rollplane_error(errors.exceptions[0]), prompt=self._field, names=self._names
-            )
-        self._ended = True
-        self._arrival.set()
+            ) from None
 
-    async def _read(self, which: int) -> None:
-        """The events of one prompt, at the engine's pace whatever the reader's is."""
+    async def _read_one(self, which: int) -> None:
+        """The events of one prompt."""
         request, fold = self._requests[which], self._folds[which]
         first = which * request.sampling.choices
         async with running(self._service.engine, request) as events:
             async for event in events:
                 whole = await add_event(self._service, fold, event)
                 if isinstance(event, ChoiceEvent):
-                    self._take(event, whole, index=first + event.index)
+                    self._time_first_token(event)
+                    self._deltas.add(event, whole, index=first + event.index)
         if fold.end is None:
             raise EngineProtocolError(f"the engine stopped before the end of request {request.request_id}")
 
-    def _take(self, event: ChoiceEvent, whole: Choice | None, *, index: int) -> None:
-        if event.token_ids.size and not self._first_token_seen:
-            self._first_token_seen = True
-            self._service.metrics.first_token.observe(time.monotonic() - self._arrived)
-        ids, logprobs = self._parts.setdefault(index, ([], []))
-        ids.append(event.token_ids)
-        if event.logprobs is not None:
-            logprobs.append(event.logprobs)
-        if whole is not None:
-            self._finished[index] = whole
-        self._arrival.set()
+    async def _write_chunk(self, send: Send, taken: Taken) -> None:
+        found = [self._choice(i, *taken.parts[i], taken.finished.get(i)) for i in sorted(taken.parts)]
+        choices = [tree for tree in found if tree is not None]
+        if choices:
+            await self._send(send, self._chunk(choices))
 
-    async def _write(self, send: Send) -> None:
-        while True:
-            await self._arrival.wait()
-            self._arrival.clear()
-            parts, self._parts = self._parts, {}
-            finished, self._finished = self._finished, {}
-            found = [self._choice(i, *parts[i], finished.get(i)) for i in sorted(parts)]
-            choices = [tree for tree in found if tree is not None]
-            if choices:
-                await self._send(send, self._chunk(choices))
-            if self._ended and not self._parts:
-                break
-        if self._error is not None:
-            return
+    def _close(self) -> bytes:
         for fold in self._folds:
             self._service.metrics.count_response(fold.response())
-        await self._send(send, self._last() + DONE, more=False)
+        return self._last()
 
     def _chunk(self, choices: list[dict[str, Any]]) -> bytes:
         tree = self._style.head(chunk=True) | {"choices": choices}
@@ -232,16 +178,3 @@ class ChunkStream:
                 tree["prompt_token_ids"] = ids_raw(self._requests[index // style.sampling.choices].token_ids)
         text.opened = True
         return tree
-
-    async def _send(self, send: Send, body: bytes, *, more: bool = True) -> None:
-        """Write; see `sse.EventStream`.
-
-        Raises:
-            TransportError: the reader took nothing for too long.
-        """
-        limit_s = self._service.settings.write_stall_s
-        try:
-            async with asyncio.timeout(limit_s):
-                await send({"type": "http.response.body", "body": body, "more_body": more})
-        except TimeoutError:
-            raise TransportError(f"the reader took nothing for {limit_s:g} s") from None
