@@ -84,3 +84,41 @@ async def test_no_request_is_lost_when_one_of_three_workers_is_killed(tmp_path: 
                 await asyncio.sleep(0.1)
         assert {record.policy_version for record in await admin.workers()} == {"v1"}
         assert len({record.instance_id for record in await admin.workers()}) == 3
+
+
+async def test_a_stopped_worker_gets_no_requests_and_loses_none(tmp_path: Path) -> None:
+    """SIGSTOP: every connection to it stays open, and nothing comes back."""
+    log = tmp_path / "log"
+    options = ["--workers", "2", "--port", "0", "--silent-s", "2", "--engine-option", "step_s=0.02"]
+    async with (
+        serving(*options, log=log) as (process, url),
+        Client(url, timeout_s=60.0) as client,
+        AdminClient(url) as admin,
+    ):
+
+        def ask(i: int) -> asyncio.Task[Any]:
+            return asyncio.create_task(client.generate([5, 6, i], sampling_params={**SAMPLING, "seed": i}))
+
+        running = [ask(i) for i in range(12)]
+        await asyncio.wait(running, timeout=0.4)  # 40 steps of 20 ms: all are running
+        assert not any(task.done() for task in running)
+        stopped = children(process.pid)["worker-0"]
+        os.kill(stopped, signal.SIGSTOP)
+        try:
+            answers = await asyncio.gather(*running)
+            assert {answer.choices[0].token_ids.size for answer in answers} == {40}
+            moved = [answer for answer in answers if answer.served_by.attempt > 1]
+            assert moved
+            left = [record for record in await admin.workers() if record.error]
+            assert len(left) == 1
+            assert "cannot be reached" in str(left[0].error)
+            answers = await asyncio.gather(*(ask(i) for i in range(12)))
+            assert {answer.served_by.attempt for answer in answers} == {1}
+            assert len({answer.served_by.instance for answer in answers}) == 1
+        finally:
+            os.kill(stopped, signal.SIGCONT)
+        async with asyncio.timeout(START_S):
+            while any(record.error for record in await admin.workers()):  # noqa: ASYNC110 - another process
+                await asyncio.sleep(0.1)
+        answers = await asyncio.gather(*(ask(i) for i in range(12)))
+        assert len({answer.served_by.instance for answer in answers}) == 2

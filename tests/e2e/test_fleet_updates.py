@@ -76,6 +76,9 @@ async def test_a_failed_update_with_fence_leaves_one_version_and_the_failed_work
         by_url = {record.system_url: record for record in await admin.workers()}
         assert by_url[fleet.workers[1].url].error is not None
         assert "fenced" in str(by_url[fleet.workers[1].url].error)
+        versions = [by_url[worker.url].policy_version for worker in fleet.workers]
+        assert (versions[0], versions[2]) == ("v1", "v1")
+        assert versions[1] != "v1"
         # The next update takes the fenced worker in again.
         assert (await admin.update_policy(write_weights(tmp_path, "v2"))).applied
         assert await versions_of(client, 12) == {"v2"}

@@ -142,7 +142,7 @@ async def admin_version(served: Served) -> str:
 
 
 @pytest.mark.parametrize("step", ["start", "update", "finish"])
-async def test_a_step_that_fails_leaves_the_old_weights_serving(step: str) -> None:
+async def test_a_step_that_fails_leaves_the_old_weights_serving_and_the_next_update_works(step: str) -> None:
     engine = MockEngine(CAPABLE)
     engine.add_fault(Fault(kind="fail", operation=f"transfer_{step}"))  # type: ignore[arg-type]
     async with serving(Worker(engine)) as worker:
@@ -161,6 +161,11 @@ async def test_a_step_that_fails_leaves_the_old_weights_serving(step: str) -> No
         after = await worker.generate(ask())
         assert after["choices"] == before["choices"]
         assert await admin_version(worker) == "initial"
+
+        await done(worker, "/start_weight_update")
+        await done(worker, "/update_weights", {"update_info": PART})
+        await done(worker, "/finish_weight_update", {"weight_version": "v2"})
+        assert (await worker.generate(ask()))["choices"][0]["policy_versions"] == [["v2", 0]]
 
 
 async def test_a_trainer_that_does_not_come_back_has_given_its_update_up(worker: Served) -> None:

@@ -27,6 +27,10 @@ log = structlog.get_logger("rollplane.router")
 MAX_REMEMBERED: Final = 65_536
 """Sessions, and groups, whose last worker is remembered; the longest unused go first."""
 SLOWDOWNS_EVERY_S: Final = 0.5
+LEAVES_AT: Final = 2.0
+"""Times slower per token, from which a worker keeps neither its sessions nor what only its cache would bring it: what it
+would save of a prompt, it loses while it makes the answer.
+"""
 OVER_THE_CAP: Final = 1e12
 """Prompt tokens; more than any cost."""
 
@@ -125,6 +129,9 @@ class PrefixAware:
         cap = max(mean * settings.load_factor, mean + slack) - sequences
         index = self.index
         cached = self._cached(index, prompt, seens) if index is not None and _reads_cache(request) else {}
+        left = {worker.url for worker, by in self._slowdowns.items() if by >= LEAVES_AT}
+        if left:
+            cached = {url: tokens for url, tokens in cached.items() if url not in left}
         pending = {} if index is None else index.pending_tokens()
         per_pending, per_sequence, per_slot = settings.pending_share, settings.sequence_tokens, settings.slot_tokens
         costs = [
@@ -135,8 +142,11 @@ class PrefixAware:
             + (per_slot * over if (over := load + sequences - seen.slots) > 0 else 0.0)
             for seen, load in zip(seens, loads, strict=True)
         ]
-        self._prefer(costs, seens, self._groups.get(options.group_id), by=per_sequence * slack)
-        self._prefer(costs, seens, self._sessions.get(options.session_id), by=float("inf"))
+        group, session = self._groups.get(options.group_id), self._sessions.get(options.session_id)
+        if group not in left:
+            self._prefer(costs, seens, group, by=per_sequence * slack)
+        if session not in left:
+            self._prefer(costs, seens, session, by=float("inf"))
         # Over the cap by load only, under it by cost; among equals one after the other.
         ranks = [cost if load <= cap else OVER_THE_CAP + load for load, cost in zip(loads, costs, strict=True)]
         self._turn = first = (self._turn + 1) % len(workers)
