@@ -37,6 +37,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.models import tiny
 
 from rollplane.protocol.events import ChoiceEvent
+from rollplane.server.ops import share_interpreter, spare_collector
 from rollplane.testing import make_request
 from rollplane.worker import Worker
 
@@ -222,6 +223,8 @@ async def main() -> None:
         engine = make_engine(options.engine, model, slots=slots, clients=options.clients, rank=options.rank)
         worker = Worker(engine)
         await worker.start()
+        spare_collector()  # as a worker process does
+        share_interpreter()
         try:
             await report(worker, adapters, options)
         finally:

@@ -5,7 +5,7 @@ between them. Results leave as `Emission`s. The controls (`abort`, `pause`, `res
 between steps only.
 """
 
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from dataclasses import dataclass
 from typing import Final, Literal
 
@@ -13,6 +13,7 @@ import torch
 from tokenizers import Tokenizer
 from torch import Tensor
 
+from rollplane.engines.embedded.adapter_reader import AdapterContents
 from rollplane.engines.embedded.lora import AdapterSet
 from rollplane.engines.embedded.model import CausalModel
 from rollplane.engines.embedded.prompt_logprobs import PromptLogprobsBuilder
@@ -71,6 +72,8 @@ class Core:
         self.version = version
         self.paused: PauseMode | None = None
         self.steps = 0
+        self.prefilled = False
+        """Whether the last step had prompt tokens to compute."""
         self.generated_tokens = 0
         self.layout = CheckpointLayout(model)
         self.adapters = AdapterSet(
@@ -115,6 +118,7 @@ class Core:
     @torch.inference_mode()
     def step(self) -> list[Emission]:
         """One decode and one prefill; what came of them."""
+        self.prefilled = False
         if self.idle:
             return []
         self.steps += 1
@@ -122,6 +126,7 @@ class Core:
             self._decode()
         emissions = self._retire()
         if chunks := self.scheduler.plan():
+            self.prefilled = True
             self._prefill(chunks)
             emissions += self._retire()
         return emissions + self._deltas()
@@ -170,6 +175,17 @@ class Core:
             touched += 1
         return touched + self._restart_partial()
 
+    def load_adapter(self, name: str, contents: AdapterContents) -> Generator[None, None, None]:
+        """Load an adapter in slices; see `AdapterSet.loading`."""
+        slices = self.adapters.loading(name, contents, in_use=self._adapters_in_use)
+        while True:
+            with torch.inference_mode():
+                try:
+                    next(slices)
+                except StopIteration:
+                    return
+            yield
+
     def unload_adapter(self, name: str) -> None:
         """Forget an adapter; an unknown name is no error.
 
@@ -194,6 +210,9 @@ class Core:
         self.layout.copy_in(checkpoint)
         self._restart_partial()
         self.version = version
+
+    def _adapters_in_use(self) -> set[str]:
+        return {request.adapter for request in self.scheduler.requests() if request.adapter is not None}
 
     def _restart_partial(self) -> int:
         job = self.scheduler.partial

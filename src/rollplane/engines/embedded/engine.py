@@ -16,6 +16,7 @@ from typing import Final
 
 from rollplane.admission import check_request
 from rollplane.engines.collective import backends
+from rollplane.engines.embedded.adapter_reader import read_contents
 from rollplane.engines.embedded.broadcast import Receiver
 from rollplane.engines.embedded.convert import SAMPLING_FIELDS, to_generation
 from rollplane.engines.embedded.core import Core, CoreSettings
@@ -297,8 +298,9 @@ class EmbeddedEngine:
 
     async def load_adapter(self, engine_name: str, path: str) -> None:
         """Load an adapter's files beside those already there; see `AdapterHost.load_adapter`."""
-        pairs = await asyncio.to_thread(self._serving().adapters.read, path)
-        await self._thread.call(lambda core: core.adapters.load(engine_name, pairs))
+        self._serving()
+        contents = await asyncio.to_thread(read_contents, path)
+        await self._thread.call_sliced(lambda core: core.load_adapter(engine_name, contents))
 
     async def unload_adapter(self, engine_name: str) -> None:
         """Drop an adapter; unknown names are no error.
@@ -341,6 +343,9 @@ class EmbeddedEngine:
         import torch
 
         settings = self.settings
+        if settings.max_loras:
+            import peft  # noqa: F401 - a first load beside running requests would import it, for a quarter of a second
+
         if settings.threads is not None:
             torch.set_num_threads(settings.threads)
         model = self._given or load_model(

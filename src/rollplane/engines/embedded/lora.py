@@ -6,57 +6,17 @@ that use it: a row's result does not depend on which adapters the others use. A 
 its batch in two products, so that requests that finish on old generations cost the step nothing to speak of.
 """
 
-import json
-import math
-import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
-import msgspec
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from rollplane.engines.embedded.weights import read_safetensors
-from rollplane.errors import Conflict, InvalidRequest, NotFound
-
-_HARMLESS = frozenset(
-    {
-        "r", "lora_alpha", "lora_dropout", "target_modules", "exclude_modules", "rank_pattern", "alpha_pattern",
-        "use_rslora", "layers_to_transform", "layers_pattern", "base_model_name_or_path", "revision", "task_type",
-        "inference_mode", "peft_version", "auto_mapping", "init_lora_weights", "peft_type", "ensure_weight_tying",
-        "runtime_config", "loftq_config", "megatron_core",
-    }
-)  # fmt: skip
-"""Settings of PEFT's LoraConfig that are honoured, or that say nothing about a trained adapter's forward."""
-
-
-class _Scales(msgspec.Struct, frozen=True):
-    """The settings that the forward computes with, which PEFT's record takes unchecked; null is PEFT's default."""
-
-    lora_alpha: float | None = None
-    use_rslora: bool | None = None
-    alpha_pattern: dict[str, float] | None = None
-    rank_pattern: dict[str, int] | None = None
-
-
-_PLAIN_INITS = (True, False, "gaussian", "orthogonal")
-"""Initialisations that leave the base weights alone; others (PiSSA, OLoRA, ...) train against changed ones."""
-
-_KEY = re.compile(r"^base_model\.model\.(?P<module>.+)\.lora_(?P<side>[AB])\.weight$")
-
-
-@dataclass(frozen=True)
-class LoraPair:
-    """One layer's share of an adapter: `a` [rank, in], `b` [out, rank] with the scaling in it, float32; the delta is
-    `b @ a`.
-    """
-
-    a: Tensor
-    b: Tensor
+from rollplane.engines.embedded.adapter_reader import AdapterContents, LoraPair, pairs_of, read_contents
+from rollplane.errors import Conflict
 
 
 @dataclass
@@ -100,7 +60,9 @@ class AdapterSet:
         self._batch: _Batch | None = None
         self._stacked: tuple[str, ...] = ()
         self._stacks: dict[str, _Stack] = {}
-        """By layer, of the adapters `_stacked`. They are put together when an adapter joins the batch, not when one leaves."""
+        """By layer, of the adapters `_stacked`. They are put together while an adapter loads (else when one joins the batch),
+        not when one leaves.
+        """
 
     def __contains__(self, name: object) -> bool:
         return name in self._pairs
@@ -111,28 +73,39 @@ class AdapterSet:
         return list(self._pairs)
 
     def read(self, directory: str | Path) -> dict[str, LoraPair]:
-        """Read and check an adapter without loading it: its pairs by module name.
+        """Read and check an adapter at once, without loading it: its pairs by module name; see `pairs_of`."""
+        slices = pairs_of(read_contents(directory), self._linears, max_rank=self._max_rank)
+        while True:
+            try:
+                next(slices)
+            except StopIteration as done:
+                pairs: dict[str, LoraPair] = done.value
+                return pairs
+
+    def loading(
+        self, name: str, contents: AdapterContents, *, in_use: Callable[[], Iterable[str]]
+    ) -> Generator[None, None, None]:
+        """Check an adapter and make it available under `name`, in small slices; the last one loads it.
+
+        The factors of a batch that will have it beside the adapters `in_use` are put together meanwhile: the first step of
+        such a batch takes no longer than another.
 
         Raises:
-            NotFound: the directory or one of the two files is missing.
-            InvalidRequest: a setting, module, rank, shape or value that does not fit; by name.
+            InvalidRequest: files that do not fit; by name.
+            Conflict: see `load`.
         """
-        directory = Path(directory)
-        for file in ("adapter_config.json", "adapter_model.safetensors"):
-            if not (directory / file).is_file():
-                raise NotFound(f"{directory} is not an adapter directory: it has no {file}", param="lora_path")
-        config = _read_config(directory)
-        found: dict[str, dict[str, Tensor]] = {}
-        tensors = read_safetensors(directory / "adapter_model.safetensors")
-        _check_values(tensors)
-        for key, tensor in tensors.items():
-            match = _KEY.match(key)
-            if match is None:
-                raise InvalidRequest(f"adapter tensor {key} is not a LoRA matrix of a linear layer")
-            found.setdefault(match["module"], {})[match["side"]] = tensor.float()
-        if not found:
-            raise InvalidRequest(f"{directory} has no LoRA matrices")
-        return {name: self._pair(name, sides, config) for name, sides in found.items()}
+        pairs = yield from pairs_of(contents, self._linears, max_rank=self._max_rank)
+        wanted = set(in_use()) | set(self._stacked[-1:])  # the last one loaded may get its first request meanwhile
+        beside = [other for other in self._pairs if other in wanted and other != name]
+        sources = [*(self._pairs[other] for other in beside), pairs]
+        stacks: dict[str, _Stack] = {}
+        if beside:
+            for module in dict.fromkeys(module for source in sources for module in source):
+                stacks[module] = _stack([source.get(module) for source in sources])
+                yield
+        self.load(name, pairs)
+        if beside:
+            self._stacked, self._stacks = (*beside, name), stacks
 
     def load(self, name: str, pairs: dict[str, LoraPair]) -> None:
         """Make an adapter available under `name`.
@@ -217,25 +190,6 @@ class AdapterSet:
         self._stacked = ()
         self._stacks.clear()
 
-    def _pair(self, name: str, sides: dict[str, Tensor], config: Any) -> LoraPair:
-        linear = self._linears.get(name)
-        if linear is None:
-            raise InvalidRequest(f"adapter module {name} is not a linear layer of this model")
-        if set(sides) != {"A", "B"}:
-            raise InvalidRequest(f"adapter module {name} has only lora_{''.join(sides)}")
-        a, b = sides["A"], sides["B"]
-        rank = int(a.shape[0])
-        if a.dim() != 2 or b.dim() != 2 or b.shape[1] != rank:
-            raise InvalidRequest(f"adapter module {name} has matrices {list(a.shape)} and {list(b.shape)}")
-        if rank > self._max_rank:
-            raise InvalidRequest(f"adapter module {name} has rank {rank}, the limit is {self._max_rank}")
-        if (linear.out_features, linear.in_features) != (b.shape[0], a.shape[1]):
-            raise InvalidRequest(
-                f"adapter module {name} maps {a.shape[1]} to {b.shape[0]} features, "
-                f"the layer maps {linear.in_features} to {linear.out_features}"
-            )
-        return LoraPair(a, b * _scaling(name, rank, config))
-
 
 class _Hook:
     """A forward hook that knows its layer's name."""
@@ -246,14 +200,6 @@ class _Hook:
 
     def __call__(self, layer: nn.Module, args: tuple[Tensor, ...], output: Tensor) -> None:
         self._adapters.add_deltas(self._module, args[0], output)
-
-
-def _check_values(tensors: dict[str, Tensor]) -> None:
-    """One look at all of them, for every call of torch here takes the interpreter from the thread that steps."""
-    if not tensors or bool(torch.cat([tensor.reshape(-1).float() for tensor in tensors.values()]).isfinite().all()):
-        return
-    broken = next(name for name, tensor in tensors.items() if not bool(tensor.isfinite().all()))
-    raise InvalidRequest(f"adapter tensor {broken} holds values that are not finite", param="lora_path")
 
 
 def _stack(pairs: list[LoraPair | None]) -> _Stack:
@@ -279,50 +225,3 @@ def _flat_rows(rows: Tensor, x: Tensor, batch: _Batch) -> Tensor:
     if x.shape[0] == batch.size:
         return rows
     return (rows[:, None] * batch.tokens + torch.arange(batch.tokens)).reshape(-1)
-
-
-def _read_config(directory: Path) -> Any:
-    """adapter_config.json as PEFT's own record, if every setting is one that we honour.
-
-    Raises:
-        InvalidRequest: naming the setting.
-    """
-    from peft import LoraConfig
-
-    path = directory / "adapter_config.json"
-    try:
-        raw = json.loads(path.read_text(encoding="utf-8"))
-        kind = raw.pop("peft_type", None)
-        scales = msgspec.convert(raw, _Scales)
-        for pattern in (*(scales.alpha_pattern or ()), *(scales.rank_pattern or ())):
-            re.compile(pattern)
-        known = {f.name for f in fields(LoraConfig)} - {n for n in _Scales.__struct_fields__ if raw.get(n) is None}
-        config = LoraConfig(**{name: value for name, value in raw.items() if name in known})
-    except (ValueError, TypeError, AttributeError, msgspec.MsgspecError, re.error) as error:
-        raise InvalidRequest(f"{path} was refused: {error}", param="lora_path") from error
-    if kind != "LORA":
-        raise InvalidRequest(f"the adapter's peft_type is {kind}; only LORA is served", param="lora_path")
-    neutral = LoraConfig()
-    for name, value in raw.items():
-        # PEFT ignores names it does not know; an adapter that needs one would be served wrongly.
-        if name not in _HARMLESS and value and value != getattr(neutral, name, None):
-            raise InvalidRequest(f"the adapter uses {name}={value!r}, which is not served", param="lora_path")
-    if config.init_lora_weights not in _PLAIN_INITS:
-        raise InvalidRequest(
-            f"the adapter was initialised by {config.init_lora_weights!r}, which changes the base weights",
-            param="lora_path",
-        )
-    return config
-
-
-def _scaling(name: str, rank: int, config: Any) -> float:
-    """alpha / rank, or alpha / sqrt(rank) for rank-stabilised LoRA; patterns go before the common values."""
-    alpha, declared = config.lora_alpha, config.r
-    if config.alpha_pattern or config.rank_pattern:
-        from peft.utils.other import get_pattern_key
-
-        alpha = config.alpha_pattern.get(get_pattern_key(config.alpha_pattern.keys(), name), alpha)
-        declared = config.rank_pattern.get(get_pattern_key(config.rank_pattern.keys(), name), declared)
-    if declared != rank:
-        raise InvalidRequest(f"adapter module {name} has rank {rank}, its config says {declared}")
-    return float(alpha) / (math.sqrt(rank) if config.use_rslora else rank)

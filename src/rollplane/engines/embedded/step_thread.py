@@ -5,16 +5,23 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Generator
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 from rollplane.engines.embedded.core import Core
 from rollplane.engines.embedded.results import Emission
-from rollplane.errors import EngineDied, RollplaneError
+from rollplane.errors import EngineDied, EngineFailed, RollplaneError
 
 T = TypeVar("T")
+
+SLICES_S: Final = 0.001
+"""What sliced work may take between two steps."""
+
+PUT_OFF_STEPS: Final = 8
+"""Steps that had prompts to compute, and so took longer, which sliced work may let pass in a row."""
 
 
 @dataclass
@@ -24,6 +31,15 @@ class _Command:
     run: Callable[[Core], Any]
     future: "asyncio.Future[Any] | None" = None
     failed: Callable[[RollplaneError], None] | None = None
+
+
+@dataclass
+class _Sliced:
+    """Work that is done bit by bit between steps; whoever gave up waiting for `future` called it off."""
+
+    begin: Callable[[Core], Generator[None, None, Any]]
+    future: "asyncio.Future[Any]"
+    slices: Generator[None, None, Any] | None = None
 
 
 class StepThread:
@@ -48,6 +64,8 @@ class StepThread:
         self._deliver = deliver
         self._on_death = died
         self._commands: queue.SimpleQueue[_Command | None] = queue.SimpleQueue()
+        self._sliced: deque[_Sliced] = deque()
+        self._put_off = 0
         self._idle_waiters: list[asyncio.Future[None]] = []
         self._loop: asyncio.AbstractEventLoop | None = None
         self._ready: asyncio.Future[Core] | None = None
@@ -79,6 +97,20 @@ class StepThread:
         self._commands.put(_Command(run, future))
         if self.death is not None:  # it ended while we queued: nobody may read the queue any more
             raise self.death
+        return await future
+
+    async def call_sliced(self, begin: Callable[[Core], Generator[None, None, T]]) -> T:
+        """Run a generator for a millisecond at most between two steps, at once while there is nothing to step; its result.
+
+        Cancelled, it is not run on. Sliced calls run one after the other, in the order of calling.
+
+        Raises:
+            EngineFailed: the generator raised something that is no `RollplaneError`; the core goes on.
+            EngineDied: the core failed, or the thread has stopped.
+        """
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        await self.call(lambda _: self._sliced.append(_Sliced(begin, future)))
         return await future
 
     def post(self, run: Callable[[Core], Any], *, failed: Callable[[RollplaneError], None] | None = None) -> None:
@@ -120,6 +152,7 @@ class StepThread:
         try:
             while self._run_commands(core):
                 self._step(core)
+                self._run_sliced(core)
             self._end(EngineDied("the embedded engine was closed"))
         except BaseException as error:
             self._end(EngineDied(f"the embedded engine failed in a step: {type(error).__name__}: {error}"), report=True)
@@ -129,7 +162,7 @@ class StepThread:
         while True:
             self._tell_if_idle(core)
             try:
-                command = self._commands.get(block=core.idle)
+                command = self._commands.get(block=core.idle and not self._sliced)
             except queue.Empty:
                 return True
             if command is None:
@@ -148,6 +181,41 @@ class StepThread:
             raise
         future = command.future
         self._tell(lambda: _resolve(future, result))
+
+    def _run_sliced(self, core: Core) -> None:
+        """Work off what is to be done bit by bit, at least one slice: until a command comes while idle, else for `SLICES_S`.
+
+        A step that had a prompt to compute was long enough already.
+        """
+        if not self._sliced:
+            return
+        if core.prefilled and self._put_off < PUT_OFF_STEPS:
+            self._put_off += 1
+            return
+        self._put_off = 0
+        ends_at = time.perf_counter() + SLICES_S
+        more = True
+        while self._sliced and more:
+            self._run_slice(self._sliced[0], core)
+            more = self._commands.empty() if core.idle else time.perf_counter() < ends_at
+
+    def _run_slice(self, work: _Sliced, core: Core) -> None:
+        if work.future.done():  # called off
+            self._sliced.popleft()
+            return
+        self.progress_at_s = time.monotonic()
+        try:
+            if work.slices is None:
+                work.slices = work.begin(core)
+            next(work.slices)
+        except StopIteration as ended:
+            self._sliced.popleft()
+            self._tell(partial(_resolve, work.future, ended.value))
+        except Exception as error:
+            self._sliced.popleft()
+            known = isinstance(error, RollplaneError)
+            refusal = error if known else EngineFailed(f"{type(error).__name__}: {error}")
+            self._tell(partial(_fail, work.future, refusal))
 
     def _refuse(self, command: _Command, error: RollplaneError) -> None:
         future, failed = command.future, command.failed
@@ -176,6 +244,8 @@ class StepThread:
         waiters, self._idle_waiters = self._idle_waiters, []
         for waiter in waiters:
             self._tell(partial(_fail, waiter, death))
+        while self._sliced:
+            self._tell(partial(_fail, self._sliced.popleft().future, death))
         while True:
             try:
                 command = self._commands.get_nowait()
