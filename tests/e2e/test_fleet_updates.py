@@ -1,6 +1,7 @@
 """Policy updates of a whole fleet on real sockets: all workers or none, whatever fails."""
 
 import asyncio
+import json
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,8 @@ from tests.e2e.fleets import MockWorker, fleet_of, write_weights
 from rollplane.client.admin import AdminClient
 from rollplane.client.client import Client
 from rollplane.engines.mock.settings import Fault, MockSettings
-from rollplane.errors import Conflict, EngineFailed, NotFound, PreconditionFailed
+from rollplane.errors import Conflict, EngineFailed, InvalidRequest, NotFound, PreconditionFailed
+from rollplane.protocol.admin import TensorMismatch
 from rollplane.rl.fleet import FleetSettings
 from rollplane.rl.remote import RemoteWorker
 
@@ -53,6 +55,37 @@ async def test_a_fleet_refuses_a_checkpoint_whose_digest_is_not_the_expected_one
         assert await admin.policy_version() == "initial"
         digest = str((refused.value.details or {})["digest"])
         assert (await admin.update_policy(path, expected_digest=digest)).digest == digest
+
+
+async def test_tensors_that_are_not_the_models_are_refused_unless_they_are_allowed_and_then_told(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = tmp_path / "v1"
+    path.mkdir()
+    (path / "mock_weights.json").write_text(json.dumps({"missing": ["a", "b"], "unexpected": ["c"]}))
+    async with (
+        fleet_of([MockSettings()] * 2) as fleet,
+        Client(fleet.frontend.url) as client,
+        AdminClient(fleet.frontend.url) as admin,
+    ):
+        for allowed, still in (
+            ((), "unexpected c; missing a, b"),
+            (("missing",), "unexpected c"),
+            (("unexpected",), "a, b"),
+        ):
+            with pytest.raises(InvalidRequest, match=still):
+                await admin.update_policy(str(path), allow_tensors=allowed)  # type: ignore[arg-type]
+        assert await admin.policy_version() == "initial"
+        report = await admin.update_policy(str(path), allow_tensors=("missing", "unexpected"))
+        told = TensorMismatch(missing=2, unexpected=1, missing_names=["a", "b"], unexpected_names=["c"])
+        assert (report.ignored, report.applied) == (told, True)
+        assert await versions_of(client, 4) == {"v1"}
+        assert sum("not the model's in all tensors" in record.message for record in caplog.records) == 2
+        assert (await admin.update_policy(str(path), allow_tensors=("missing", "unexpected"))).applied is False
+    async with fleet_of([MockSettings()]) as fleet, AdminClient(fleet.workers[0].url) as one:
+        assert (await one.stage_weights(str(path), allow_tensors=("missing", "unexpected"))).ignored == told
+        with pytest.raises(InvalidRequest, match="allow_tensors"):
+            await one.update_policy(str(path), allow_tensors=("all",))  # type: ignore[arg-type]
 
 
 async def test_a_failed_update_with_fence_leaves_one_version_and_the_failed_worker_without_traffic(

@@ -385,3 +385,66 @@ async def test_a_stream_announces_its_prompt_once_for_all_choices() -> None:
         assert sum(isinstance(event, PromptEvent) for event in events) == 1
         choices = [event for event in events if isinstance(event, ChoiceEvent)]
         assert sorted(event.index for event in choices) == [0] * 5 + [1] * 5 + [2] * 5
+
+
+# -- a flush beside a pause -------------------------------------------------------------------------------------------
+
+
+async def test_a_flush_resumes_nothing_that_a_caller_paused_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server has one pause only: a flush that ends would lift the caller's."""
+    async with running(PACED) as (engine, _):
+        asked, go_on = asyncio.Event(), asyncio.Event()
+        pause = engine.control.pause
+
+        async def slowly(*args: Any, **options: Any) -> None:
+            await pause(*args, **options)
+            asked.set()
+            await go_on.wait()
+
+        monkeypatch.setattr(engine.control, "pause", slowly)
+        flushing = asyncio.create_task(engine.flush_cache(preempt=True))
+        await asyncio.wait_for(asked.wait(), 5.0)
+        pausing = asyncio.create_task(engine.pause("keep"))
+        await asyncio.sleep(0)
+        go_on.set()
+
+        assert (await asyncio.wait_for(flushing, 5.0)).reset
+        assert not (await asyncio.wait_for(pausing, 5.0)).already_paused
+        assert await engine.control.is_paused()
+        assert (await engine.health()).state == "paused"
+        assert (await engine.resume()).was_paused
+        assert not await engine.control.is_paused()
+
+
+async def test_a_pause_that_comes_while_a_flush_resumes_holds_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+    async with running(PACED) as (engine, _):
+        asked, go_on = asyncio.Event(), asyncio.Event()
+        resume = engine.control.resume
+
+        async def slowly() -> None:
+            asked.set()
+            await go_on.wait()
+            await resume()
+
+        monkeypatch.setattr(engine.control, "resume", slowly)
+        flushing = asyncio.create_task(engine.flush_cache(preempt=True))
+        await asyncio.wait_for(asked.wait(), 5.0)
+        pausing = asyncio.create_task(engine.pause("keep"))
+        await asyncio.sleep(0)
+        go_on.set()
+
+        await asyncio.wait_for(asyncio.gather(flushing, pausing), 5.0)
+        assert await engine.control.is_paused()
+
+
+async def test_a_flush_beside_a_pause_that_still_drains_refuses() -> None:
+    request = make_request(max_tokens=400, ignore_eos=True, stream=True)
+    async with running(PACED) as (engine, _), watching(engine, request) as (watch,):
+        await watch.until_tokens(1)
+        draining = asyncio.create_task(engine.pause("wait"))
+        await asyncio.sleep(0)
+        report = await engine.flush_cache(preempt=True)
+        assert (report.reset, report.reason) == (False, "a pause is on its way; flush once it is there")
+        assert (await asyncio.wait_for(draining, 10.0)).drained == 1
+        assert (await engine.flush_cache(preempt=True)).reset
+        assert await engine.control.is_paused()

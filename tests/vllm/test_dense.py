@@ -23,6 +23,7 @@ from tests.vllm.support import ask, logprobs, prompt, running, tokens
 
 from rollplane.engines.vllm.inprocess import VllmEngine
 from rollplane.errors import EngineDied, EngineFailed, InvalidRequest
+from rollplane.protocol.admin import TensorMismatch
 from rollplane.protocol.answer import encode_json
 from rollplane.testing import make_request, watching
 
@@ -294,7 +295,7 @@ async def test_a_checkpoint_that_does_not_fit_touches_nothing(engine: VllmEngine
     name = "model.layers.0.self_attn.k_proj.weight"
     spoiled = {
         "missing": {k: v for k, v in whole.items() if k != name},
-        "unknown": {**whole, "model.layers.9.surprise": whole[name]},
+        "unexpected": {**whole, "model.layers.9.surprise": whole[name]},
         "shape": {**whole, name: whole[name][:-1]},
         "dtype": {**whole, name: whole[name].astype(np.int32)},
     }
@@ -305,6 +306,36 @@ async def test_a_checkpoint_that_does_not_fit_touches_nothing(engine: VllmEngine
         with pytest.raises(InvalidRequest, match=word):
             await engine.stage_weights(str(path))
 
+    assert tokens(await ask(engine, temperature=0.0, max_tokens=8)) == control
+
+
+async def test_unexpected_tensors_are_left_unread_where_they_are_allowed_and_missing_ones_never_are(
+    engine: VllmEngine, tmp_path: Path
+) -> None:
+    control, before = tokens(await ask(engine, temperature=0.0, max_tokens=8)), engine.policy_version
+    whole = load_file(shared_model("qwen3", seed=2) / "model.safetensors")
+    name = "model.layers.0.self_attn.k_proj.weight"
+    save_file({**whole, "model.layers.9.surprise": whole[name]}, tmp_path / "model.safetensors")
+    with pytest.raises(InvalidRequest, match="missing tensors cannot be allowed on vLLM"):
+        await engine.stage_weights(str(tmp_path), allow_tensors=("missing",))
+    staged = await engine.stage_weights(str(tmp_path), allow_tensors=("unexpected",))
+    assert staged.ignored == TensorMismatch(unexpected=1, unexpected_names=["model.layers.9.surprise"])
+    plain = await engine.stage_weights(str(shared_model("qwen3", seed=2)))
+    assert (staged.digest, staged.tensors) == (plain.digest, len(whole))
+    await engine.pause("keep")
+    await engine.apply_weights(plain, version="plain")
+    await engine.resume()
+    wanted = tokens(await ask(engine, temperature=0.0, max_tokens=8))
+    assert wanted != control
+    first = await engine.stage_weights(str(shared_model("qwen3")))
+    await engine.pause("keep")
+    await engine.apply_weights(first, version="first")
+    await engine.apply_weights(staged, version="more")
+    await engine.resume()
+    assert tokens(await ask(engine, temperature=0.0, max_tokens=8)) == wanted
+    await engine.pause("keep")
+    await engine.apply_weights(first, version=before)
+    await engine.resume()
     assert tokens(await ask(engine, temperature=0.0, max_tokens=8)) == control
 
 

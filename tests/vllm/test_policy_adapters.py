@@ -1,7 +1,9 @@
 """Adapter versions from the file system on a real vLLM; transformers with the factors merged says what each makes."""
 
 import asyncio
+import shutil
 from collections.abc import AsyncIterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -12,6 +14,8 @@ from tests.vllm.reference import Reference
 from tests.vllm.support import LastingEngine, prompt
 
 from rollplane.client.admin import AdminClient
+from rollplane.engines.vllm.adapters import Adapters
+from rollplane.errors import EngineFailed, NotFound
 from rollplane.protocol.response import GenerateResponse
 from rollplane.testing import answer, make_request, watching
 from rollplane.worker import Worker
@@ -104,3 +108,54 @@ async def test_base_and_adapters_in_one_batch_do_not_mix(served: Served, lora_pa
     for reference, response in zip((*references, *references), answers, strict=True):
         reference.check(prompt(), response)
     references[0].check(prompt(), await greedy(served, None, max_tokens=40))
+
+
+async def test_weights_do_not_change_while_an_adapter_could_not_be_put_back_and_nothing_ends(
+    served: Served, lora_paths: list[str], tmp_path: Path
+) -> None:
+    """A change of weights drops every adapter; left to the next request, vLLM would read the files and end."""
+    files = Path(shutil.copytree(lora_paths[0], tmp_path / "adapter"))
+    worker = worker_of(served)
+    await worker.load_adapter(NAME, str(files))
+    base = await greedy(served, None)
+    wanted = (await greedy(served, NAME)).choices[0].token_ids.tolist()
+    await asyncio.to_thread(files.rename, tmp_path / "elsewhere")
+    with pytest.raises(EngineFailed, match=r"'step@1' could not be put back .*nothing was touched"):
+        await worker.update_from_disk(str(shared_model("qwen3", seed=1)), version="v1")
+    assert (await greedy(served, NAME)).choices[0].token_ids.tolist() == wanted
+    assert (await greedy(served, None)).choices[0].token_ids.tolist() == base.choices[0].token_ids.tolist()
+
+    await asyncio.to_thread((tmp_path / "elsewhere").rename, files)
+    await worker.update_from_disk(str(shared_model("qwen3", seed=1)), version="v1")
+    assert (await greedy(served, NAME)).choices[0].token_ids.tolist() != wanted
+    await worker.update_from_disk(str(shared_model("qwen3")), version="v2")
+    assert (await greedy(served, NAME)).choices[0].token_ids.tolist() == wanted
+
+
+async def test_a_kept_request_whose_adapter_is_lost_ends_with_an_error_and_the_engine_lives(
+    served: Served, lora_paths: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The files went between the check and the change."""
+    files = Path(shutil.copytree(lora_paths[0], tmp_path / "adapter"))
+    worker = worker_of(served)
+    await worker.load_adapter(NAME, str(files))
+    base = (await greedy(served, None)).choices[0].token_ids.tolist()
+    sampling: dict[str, Any] = {"temperature": 0.0, "max_tokens": 1500, "ignore_eos": True}
+    request = make_request(prompt(), stream=True, fields={"model": NAME}, **sampling)
+    async with watching(worker, request) as (watch,):
+        await watch.until_tokens(3)
+
+        async def gone(_: Adapters) -> None:
+            shutil.rmtree(files)
+
+        monkeypatch.setattr(Adapters, "check_files", gone)
+        await worker.update_from_disk(str(shared_model("qwen3", seed=1)), version="v1")
+        monkeypatch.undo()
+        await asyncio.wait([watch.task], timeout=20)
+        assert "was lost with a change of weights" in str(watch.error)
+    with pytest.raises(NotFound):
+        await greedy(served, NAME)
+    await worker.load_adapter(NAME, lora_paths[1])
+    await worker.update_from_disk(str(shared_model("qwen3")), version="v2")
+    assert (await greedy(served, None)).choices[0].token_ids.tolist() == base
+    merged(lora_paths[1]).check(prompt(), await greedy(served, NAME))

@@ -15,6 +15,7 @@ from rollplane.errors import NotFound, RollplaneError, ServiceError, TransportEr
 from rollplane.protocol.admin import (
     LONGEST_EVENT_WAIT_S,
     AdapterRecord,
+    AllowTensors,
     FlushReport,
     OperationEvent,
     PauseMode,
@@ -96,6 +97,7 @@ class AdminClient(Connected):
         operation_id: str | None = None,
         step: int = 0,
         expected_digest: str | None = None,
+        allow_tensors: Sequence[AllowTensors] = (),
         epoch: int | None = None,
         deadline_s: float = OPERATION_S,
     ) -> UpdateReport:
@@ -108,6 +110,8 @@ class AdminClient(Connected):
             on_failure: of a fleet, when one worker fails: all go back, or it is fenced and the rest go on.
             operation_id: the same id again waits for the first asking, or gives its answer.
             expected_digest: refuse other contents.
+            allow_tensors: `missing`: tensors that the checkpoint lacks keep what the model has (not on vLLM); `unexpected`:
+                those that the model has no place for are left unread. The answer's `ignored` says which there were.
 
         Raises:
             NotFound, InvalidRequest: no such checkpoint, or one that does not fit; nothing changed.
@@ -121,6 +125,7 @@ class AdminClient(Connected):
             "clear_cache": clear_cache,
             "on_failure": on_failure,
             "expected_digest": expected_digest,
+            "allow_tensors": list(allow_tensors),
             **_named(operation_id, step=step, epoch=epoch, deadline_s=deadline_s),
         }
         return await self._call("update_weights_from_disk", body, UpdateReport, limit_s=deadline_s)
@@ -129,12 +134,17 @@ class AdminClient(Connected):
         self,
         path: str,
         *,
+        allow_tensors: Sequence[AllowTensors] = (),
         operation_id: str | None = None,
         epoch: int | None = None,
         deadline_s: float = OPERATION_S,
     ) -> StagedWeights:
         """Read and check a checkpoint on a worker while it makes tokens; an update with its digest then uses it."""
-        body = {"model_path": path, **_named(operation_id, step=0, epoch=epoch, deadline_s=deadline_s)}
+        body = {
+            "model_path": path,
+            "allow_tensors": list(allow_tensors),
+            **_named(operation_id, step=0, epoch=epoch, deadline_s=deadline_s),
+        }
         return await self._call("stage_weights", body, StagedWeights, limit_s=deadline_s)
 
     async def apply_staged(

@@ -6,7 +6,7 @@ It has no keys, no staging and no digests, so what it serves is what it was told
 
 import asyncio
 import hashlib
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, Final, Protocol
 from urllib.parse import quote
@@ -17,9 +17,10 @@ import msgspec
 from rollplane.discovery.dynamo_routes import ROUTES, check_answer, route_of, version_body, version_in
 from rollplane.engines.adapter_files import inspect_adapter
 from rollplane.engines.checkpoint_files import weight_files
-from rollplane.errors import Conflict, PreconditionFailed, RollplaneError, TransportError, Unavailable
+from rollplane.errors import Conflict, InvalidRequest, PreconditionFailed, RollplaneError, TransportError, Unavailable
 from rollplane.protocol.admin import (
     AdapterRecord,
+    AllowTensors,
     FlushReport,
     PauseMode,
     PauseReport,
@@ -237,12 +238,17 @@ class RouteWorker:
             self._following.cancel()
             await asyncio.gather(self._following, return_exceptions=True)
 
-    async def stage_weights(self, path: str, *, operation: Operation) -> StagedWeights:
+    async def stage_weights(
+        self, path: str, *, allow_tensors: Sequence[AllowTensors] = (), operation: Operation
+    ) -> StagedWeights:
         """Whether it could take the checkpoint; its digest is a peer's word, or without one that of the files' bytes here.
 
         Raises:
-            InvalidRequest: it advertises no route for updates from a directory, or none to pause by.
+            InvalidRequest: it advertises no route for updates from a directory, or none to pause by; or `allow_tensors`, which
+                Dynamo's routes do not know.
         """
+        if allow_tensors:
+            raise InvalidRequest("allow_tensors is not known to Dynamo's routes", param="allow_tensors")
         for call in ("update_from_disk", "pause", "resume"):
             self._route(call)
         peer = self._peer()
@@ -276,10 +282,11 @@ class RouteWorker:
         mode: PauseMode = "keep",
         clear_cache: bool = False,
         expected_digest: str | None = None,
+        allow_tensors: Sequence[AllowTensors] = (),
         operation: Operation | None = None,
     ) -> UpdateReport:
         """See `FleetWorker.update_from_disk`; paused for it where it is not. Its cache is dropped by its own route."""
-        staged = await self.stage_weights(path, operation=operation or Operation())
+        staged = await self.stage_weights(path, allow_tensors=allow_tensors, operation=operation or Operation())
         if expected_digest is not None and staged.digest != expected_digest:
             raise Conflict(f"{path} has the digest {staged.digest[:16]}..., expected {expected_digest[:16]}...")
         name = version if version is not None else Path(path).name

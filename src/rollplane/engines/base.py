@@ -5,10 +5,10 @@ it, so they nest freely and one HTTP app serves any of them. What only some can 
 `rollplane.testing.check_engine` holds any implementation to the promises written here.
 """
 
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any, Protocol, runtime_checkable
 
-from rollplane.protocol.admin import FlushReport, PauseMode, PauseReport, ResumeReport, StagedWeights
+from rollplane.protocol.admin import AllowTensors, FlushReport, PauseMode, PauseReport, ResumeReport, StagedWeights
 from rollplane.protocol.broadcast import Manifest, TransferGroup
 from rollplane.protocol.events import Event
 from rollplane.protocol.info import EngineHealth, EngineInfo
@@ -80,12 +80,17 @@ class WeightReceiver(Protocol):
         """Step again. Not paused: nothing happens."""
         ...
 
-    async def stage_weights(self, path: str) -> StagedWeights:
+    async def stage_weights(self, path: str, *, allow_tensors: Sequence[AllowTensors] = ()) -> StagedWeights:
         """Read and check a checkpoint without touching the model; generation goes on.
+
+        Args:
+            allow_tensors: `missing` ones keep what the model has when it is staged, `unexpected` ones are left unread;
+                `ignored` says which there were. Neither is allowed by default.
 
         Raises:
             NotFound: no such directory or no safetensors in it.
-            InvalidRequest: unknown or missing tensors, other shapes or dtypes; by name.
+            InvalidRequest: unexpected or missing tensors that are not allowed (or cannot be: it says why), other shapes or
+                dtypes; by name.
         """
         ...
 

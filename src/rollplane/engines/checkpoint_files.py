@@ -1,12 +1,15 @@
-"""Which safetensors files of a directory make up one checkpoint: all of them, or those that its index names."""
+"""Which safetensors files of a directory make up one checkpoint (all of them, or those that its index names), and what
+may be said of tensors that are not the model's.
+"""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Final
 
 import msgspec
 
 from rollplane.errors import InvalidRequest, NotFound
+from rollplane.protocol.admin import MISMATCHES_NAMED, AllowTensors, TensorMismatch, mismatch_of
 
 INDEX_NAME: Final = "model.safetensors.index.json"
 WHOLE_NAME: Final = "model.safetensors"
@@ -83,3 +86,36 @@ def _read_index(index: Path) -> dict[str, str]:
     if not weight_map:
         raise InvalidRequest(f"{index} names no tensor")
     return weight_map
+
+
+def check_names(
+    *,
+    missing: Sequence[str],
+    unexpected: Sequence[str],
+    allow_tensors: Sequence[AllowTensors] = (),
+    param: str = "model_path",
+) -> TensorMismatch | None:
+    """What is told of tensors that are not the model's; None where there are none.
+
+    Args:
+        param: the field that errors name.
+
+    Raises:
+        InvalidRequest: there are some that are not allowed; by name.
+    """
+    refused = [
+        f"{kind} {_some(names)}"
+        for kind, names in (("unexpected", unexpected), ("missing", missing))
+        if names and kind not in allow_tensors
+    ]
+    if refused:
+        raise InvalidRequest(
+            f"the checkpoint's tensors are not this model's: {'; '.join(refused)} (allow_tensors allows a kind)",
+            param=param,
+        )
+    return mismatch_of(missing, unexpected)
+
+
+def _some(names: Sequence[str]) -> str:
+    more = f" and {len(names) - MISMATCHES_NAMED} more" if len(names) > MISMATCHES_NAMED else ""
+    return ", ".join(names[:MISMATCHES_NAMED]) + more

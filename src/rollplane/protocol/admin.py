@@ -1,5 +1,6 @@
 """Administration: what is asked of a worker and what it answers. One record per operation, shared by every name it has."""
 
+from collections.abc import Sequence
 from typing import Any, Final, Literal
 
 import msgspec
@@ -9,6 +10,8 @@ from rollplane.protocol.info import Capabilities, EngineState
 PauseMode = Literal["keep", "wait", "abort"]
 LONGEST_EVENT_WAIT_S: Final = 2.0
 """Of one call for the events of an operation that has not begun; whoever waits longer asks again."""
+AllowTensors = Literal["missing", "unexpected"]
+"""Tensors of a model that a checkpoint lacks, and those of a checkpoint that the model has no place for."""
 OperationEventKind = Literal["began", "phase", "worker", "done", "failed"]
 
 
@@ -39,23 +42,54 @@ class FlushReport(msgspec.Struct, kw_only=True):
     reason: str | None = None
 
 
+MISMATCHES_NAMED: Final = 8
+"""How many of a checkpoint's missing or unexpected tensors an answer names; it counts them all."""
+
+
+class TensorMismatch(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a checkpoint differs from the model, which the caller allowed. The lists name the first few.
+
+    `missing`: tensors that kept the values the model had. `unexpected`: tensors that were left unread.
+    """
+
+    missing: int = 0
+    unexpected: int = 0
+    missing_names: list[str] = msgspec.field(default_factory=list)
+    unexpected_names: list[str] = msgspec.field(default_factory=list)
+
+
+def mismatch_of(missing: Sequence[str], unexpected: Sequence[str]) -> TensorMismatch | None:
+    """What is told of a mismatch; None where there is none."""
+    if not missing and not unexpected:
+        return None
+    return TensorMismatch(
+        missing=len(missing),
+        unexpected=len(unexpected),
+        missing_names=list(missing[:MISMATCHES_NAMED]),
+        unexpected_names=list(unexpected[:MISMATCHES_NAMED]),
+    )
+
+
 class StagedWeights(msgspec.Struct, kw_only=True):
     """A checkpoint that was read and checked against the model without touching it.
 
-    `digest`: sha256 over names, dtypes, shapes and contents, 64 hex digits. `handle`: the engine's own.
+    `digest`: sha256 over names, dtypes, shapes and contents, 64 hex digits; of what the model will have, so with the
+    tensors that it keeps and without those that were left unread. `ignored`: where the two differ and that was allowed.
+    `handle`: the engine's own.
     """
 
     path: str
     digest: str
     tensors: int
     bytes: int
+    ignored: TensorMismatch | None = None
     handle: Any = None
 
 
 class UpdateReport(msgspec.Struct, kw_only=True):
     """What a weight update did. `applied` False: this digest and version were current already.
 
-    Of a fleet: `workers`: the addresses that serve it now; `fenced`: those that failed, with the reason, and get no requests;
+    `ignored`: see `StagedWeights`. Of a fleet: `workers`: the addresses that serve it now; `fenced`: those that failed, with the reason, and get no requests;
     `left_out`: those that could not be reached, which are brought to it when they come back.
     """
 
@@ -67,6 +101,7 @@ class UpdateReport(msgspec.Struct, kw_only=True):
     applied: bool = True
     stage_s: float = 0.0
     pause_s: float = 0.0
+    ignored: TensorMismatch | None = None
     workers: list[str] = msgspec.field(default_factory=list)
     fenced: dict[str, str] = msgspec.field(default_factory=dict)
     left_out: list[str] = msgspec.field(default_factory=list)

@@ -4,12 +4,14 @@ Every public name for an operation (canonical `/engine/*`, prime-rl's, vLLM's ow
 worker they act on that worker (`rollplane.worker.Worker`), on a frontend on all workers or none (`rl.fleet.Fleet`).
 """
 
+from collections.abc import Sequence
 from typing import Literal, Protocol, runtime_checkable
 
 import msgspec
 
 from rollplane.protocol.admin import (
     AdapterRecord,
+    AllowTensors,
     FlushReport,
     PauseMode,
     PauseReport,
@@ -63,13 +65,15 @@ class PolicyAdmin(Protocol):
         clear_cache: bool = False,
         on_failure: OnFailure = "rollback",
         expected_digest: str | None = None,
+        allow_tensors: Sequence[AllowTensors] = (),
         operation: Operation | None = None,
     ) -> UpdateReport:
         """Replace the weights by a checkpoint directory (safetensors); generation goes on while it is staged.
 
         `version` None: the directory's name. A target that was paused before stays paused, one that was running pauses
         for the apply only and resumes. The version advances last, after success. The same digest and version again is
-        no work (`applied` False). `expected_digest`: refuse other contents.
+        no work (`applied` False). `expected_digest`: refuse other contents. `allow_tensors`: see
+        `WeightReceiver.stage_weights`.
         """
         ...
 

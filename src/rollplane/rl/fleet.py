@@ -5,6 +5,7 @@ have. The lifecycle of a worker is the table in `rl.members`; who is there is in
 is in `rl.fleet_steps`, the steps of an update in `rl.fleet_update`.
 """
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -12,6 +13,7 @@ import msgspec
 from rollplane.errors import Conflict, Unavailable
 from rollplane.protocol.admin import (
     AdapterRecord,
+    AllowTensors,
     FlushReport,
     PauseMode,
     PauseReport,
@@ -115,6 +117,7 @@ class Fleet(FleetSteps):
         clear_cache: bool = False,
         on_failure: OnFailure = "rollback",
         expected_digest: str | None = None,
+        allow_tensors: Sequence[AllowTensors] = (),
         operation: Operation | None = None,
     ) -> UpdateReport:
         """Replace the weights of all workers; see `PolicyAdmin.update_from_disk` and `rl.fleet_update`.
@@ -127,7 +130,8 @@ class Fleet(FleetSteps):
             Unavailable: no worker can be reached.
         """
         name = check_version_name(version if version is not None else Path(path).name, param="weight_version")
-        target = Checkpoint(path=path, version=name, digest=expected_digest)
+        allowed = tuple(sorted(set(allow_tensors)))
+        target = Checkpoint(path=path, version=name, digest=expected_digest, allow_tensors=allowed)
 
         async def work(inner: Operation, tell: Tell) -> UpdateReport:
             async with self._lock:
@@ -135,7 +139,7 @@ class Fleet(FleetSteps):
                     target, mode=mode, clear_cache=clear_cache, on_failure=on_failure, operation=inner, tell=tell
                 )
 
-        arguments = ("update", path, name, mode, clear_cache, on_failure, expected_digest)
+        arguments = ("update", path, name, mode, clear_cache, on_failure, expected_digest, allowed)
         return await self._run(operation, arguments, work, what="policy update of the fleet")
 
     # -- BroadcastAdmin --------------------------------------------------------------------------------------------

@@ -149,6 +149,7 @@ class FleetSteps(Roster):
             digest=staged.digest,
             tensors=staged.tensors,
             bytes=staged.bytes,
+            ignored=staged.ignored,
             stage_s=time.monotonic() - began,
         )
         report.left_out = [m.url for m in self.members if m not in update.members and not m.foreign]

@@ -13,7 +13,7 @@ from typing import Any, Final, Literal, TypeVar
 import msgspec
 
 from rollplane.errors import CallerError, Conflict, EngineFailed, RollplaneError, TransportError
-from rollplane.protocol.admin import PauseMode, PauseReport, StagedWeights, UpdateReport
+from rollplane.protocol.admin import AllowTensors, PauseMode, PauseReport, StagedWeights, UpdateReport
 from rollplane.rl.base import OnFailure, Operation
 from rollplane.rl.members import Member
 from rollplane.rl.operation_log import Tell, tell_nobody
@@ -26,11 +26,16 @@ Outcome = Literal["committed", "fenced", "rolled_back", "refused"]
 
 
 class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
-    """Weights of a policy. `digest` None: never verified yet. `path` None: they came by broadcast and are on no disk."""
+    """Weights of a policy. `digest` None: never verified yet. `path` None: they came by broadcast and are on no disk.
+
+    `allow_tensors`: what was allowed when it was loaded. A worker that would keep other tensors than the fleet has gets
+    another digest, and is refused.
+    """
 
     path: str | None
     version: str
     digest: str | None = None
+    allow_tensors: tuple[AllowTensors, ...] = ()
 
 
 class Policy(msgspec.Struct, frozen=True, kw_only=True):
@@ -98,7 +103,9 @@ class FleetUpdate:
             raise EngineFailed(f"version {self.target.version!r} is on no disk")
         found = await every(
             self.members,
-            lambda m: m.worker.stage_weights(path, operation=self._named("stage")),
+            lambda m: m.worker.stage_weights(
+                path, allow_tensors=self.target.allow_tensors, operation=self._named("stage")
+            ),
             phase="stage",
             tell=self._tell,
         )
@@ -216,6 +223,7 @@ class FleetUpdate:
             mode=self.mode,
             clear_cache=self.clear_cache,
             expected_digest=checkpoint.digest,
+            allow_tensors=checkpoint.allow_tensors,
             operation=self._named(step),
         )
 

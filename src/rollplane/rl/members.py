@@ -12,13 +12,14 @@ new one is made for the same address.
 """
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Final, Literal, Protocol
 
 from rollplane.engines.base import Engine
 from rollplane.errors import RollplaneError
 from rollplane.protocol.admin import (
     AdapterRecord,
+    AllowTensors,
     FlushReport,
     PauseMode,
     PauseReport,
@@ -89,7 +90,9 @@ class FleetWorker(Protocol):
         """Let go of it; it goes on."""
         ...
 
-    async def stage_weights(self, path: str, *, operation: Operation) -> StagedWeights:
+    async def stage_weights(
+        self, path: str, *, allow_tensors: Sequence[AllowTensors] = (), operation: Operation
+    ) -> StagedWeights:
         """Read and check a checkpoint while tokens are made."""
         ...
 
@@ -111,6 +114,7 @@ class FleetWorker(Protocol):
         mode: PauseMode = "keep",
         clear_cache: bool = False,
         expected_digest: str | None = None,
+        allow_tensors: Sequence[AllowTensors] = (),
         operation: Operation | None = None,
     ) -> UpdateReport:
         """See `PolicyAdmin.update_from_disk`; `expected_digest`: refuse other contents."""

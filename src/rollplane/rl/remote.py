@@ -1,6 +1,6 @@
 """A worker as its fleet sees it: an engine, an administration, and the state it last told."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import aiohttp
 
@@ -9,6 +9,7 @@ from rollplane.engines.remote import SILENT_S, RemoteEngine
 from rollplane.errors import Conflict, TransportError
 from rollplane.protocol.admin import (
     AdapterRecord,
+    AllowTensors,
     FlushReport,
     PauseMode,
     PauseReport,
@@ -104,11 +105,17 @@ class RemoteWorker:
             raise TransportError(f"worker {self.url} does not say who keeps a key")
         return found, place
 
-    async def stage_weights(self, path: str, *, operation: Operation) -> StagedWeights:
+    async def stage_weights(
+        self, path: str, *, allow_tensors: Sequence[AllowTensors] = (), operation: Operation
+    ) -> StagedWeights:
         """Read and check a checkpoint while tokens are made."""
         return await self.engine.while_heard(
             self._admin.stage_weights(
-                path, operation_id=operation.id, epoch=operation.epoch, deadline_s=operation.deadline_s
+                path,
+                allow_tensors=allow_tensors,
+                operation_id=operation.id,
+                epoch=operation.epoch,
+                deadline_s=operation.deadline_s,
             )
         )
 
@@ -131,6 +138,7 @@ class RemoteWorker:
         clear_cache: bool = False,
         on_failure: OnFailure = "rollback",
         expected_digest: str | None = None,
+        allow_tensors: Sequence[AllowTensors] = (),
         operation: Operation | None = None,
     ) -> UpdateReport:
         """See `PolicyAdmin.update_from_disk`."""
@@ -145,6 +153,7 @@ class RemoteWorker:
                 operation_id=operation.id,
                 step=operation.step,
                 expected_digest=expected_digest,
+                allow_tensors=allow_tensors,
                 epoch=operation.epoch,
                 deadline_s=operation.deadline_s,
             )

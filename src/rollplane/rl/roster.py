@@ -321,7 +321,11 @@ class Roster:
                     if target.path is None:
                         raise EngineFailed("the policy came by broadcast and is on no disk; the next update brings it")
                     await member.worker.update_from_disk(
-                        target.path, version=target.version, expected_digest=target.digest, operation=operation
+                        target.path,
+                        version=target.version,
+                        expected_digest=target.digest,
+                        allow_tensors=target.allow_tensors,
+                        operation=operation,
                     )
                     member.unsettled = False
                 await self._mend_adapters(member, operation)

@@ -3,33 +3,45 @@
 The states, and what else moves along them, are in `rl.policy_table`.
 """
 
-from collections.abc import Awaitable, Callable
+import logging
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from rollplane.errors import Conflict, EngineFailed
-from rollplane.protocol.admin import FlushReport, PauseMode, StagedWeights, UpdateReport
+from rollplane.protocol.admin import AllowTensors, FlushReport, PauseMode, StagedWeights, UpdateReport
 from rollplane.protocol.versions import check_version_name
 from rollplane.rl.base import Operation
 from rollplane.rl.policy_table import TRANSITIONS as TRANSITIONS  # states come with what moves along them
 from rollplane.rl.policy_table import PolicyState as PolicyState
 from rollplane.rl.policy_table import PolicyTable
 
+_LOG: Final = logging.getLogger(__name__)
+
 
 class PolicyControl(PolicyTable):
     """Owns the life of one worker's policy over a `WeightReceiver`; see `PolicyTable` for its arguments."""
 
-    async def stage(self, path: str, *, operation: Operation | None = None) -> StagedWeights:
+    async def stage(
+        self, path: str, *, allow_tensors: Sequence[AllowTensors] = (), operation: Operation | None = None
+    ) -> StagedWeights:
         """Read and check a checkpoint while tokens are made; kept until an update uses or replaces it."""
 
         async def work() -> StagedWeights:
-            staged = await self.receiver.stage_weights(path)
+            staged = await self._read(path, allow_tensors)
             self._staged = {path: staged}
             return _told(staged)
 
-        return await self.operations.run(operation, ("stage", path), work, what="weight staging")
+        arguments = ("stage", path, tuple(allow_tensors))
+        return await self.operations.run(operation, arguments, work, what="weight staging")
+
+    async def _read(self, path: str, allow_tensors: Sequence[AllowTensors]) -> StagedWeights:
+        staged = await self.receiver.stage_weights(path, allow_tensors=allow_tensors)
+        if staged.ignored is not None:
+            _LOG.warning("checkpoint %s is not the model's in all tensors, as was allowed: %s", path, staged.ignored)
+        return staged
 
     async def update_from_disk(
         self,
@@ -39,6 +51,7 @@ class PolicyControl(PolicyTable):
         mode: PauseMode = "keep",
         clear_cache: bool = False,
         expected_digest: str | None = None,
+        allow_tensors: Sequence[AllowTensors] = (),
         operation: Operation | None = None,
     ) -> UpdateReport:
         """Replace the weights by a checkpoint directory; see `PolicyAdmin.update_from_disk`.
@@ -52,7 +65,7 @@ class PolicyControl(PolicyTable):
             staged = self._staged.pop(path, None)
             if staged is None or staged.digest != expected_digest:
                 # Only a digest says that the files are still the ones that were staged.
-                staged = await self.receiver.stage_weights(path)
+                staged = await self._read(path, allow_tensors)
             return staged
 
         async def work() -> UpdateReport:
@@ -60,9 +73,8 @@ class PolicyControl(PolicyTable):
                 stage, version=name, mode=mode, clear_cache=clear_cache, expected_digest=expected_digest
             )
 
-        return await self.operations.run(
-            operation, ("update", path, name, mode, clear_cache, expected_digest), work, what="weight update"
-        )
+        arguments = ("update", path, name, mode, clear_cache, expected_digest, tuple(allow_tensors))
+        return await self.operations.run(operation, arguments, work, what="weight update")
 
     async def stage_from(
         self,
@@ -183,6 +195,7 @@ class PolicyControl(PolicyTable):
             digest=staged.digest,
             tensors=staged.tensors,
             bytes=staged.bytes,
+            ignored=staged.ignored,
         )
         if staged.digest == self.digest and version == previous and self._state != "failed":
             report.applied = False

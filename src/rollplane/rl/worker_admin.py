@@ -2,12 +2,13 @@
 
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from rollplane.errors import Conflict, InvalidRequest
 from rollplane.protocol.admin import (
     AdapterRecord,
+    AllowTensors,
     FlushReport,
     PauseMode,
     PauseReport,
@@ -74,10 +75,12 @@ class WorkerAdmin(ABC):
         self._check_epoch(epoch)
         return await self._policy().resume()
 
-    async def stage_weights(self, path: str, *, operation: Operation | None = None) -> StagedWeights:
+    async def stage_weights(
+        self, path: str, *, allow_tensors: Sequence[AllowTensors] = (), operation: Operation | None = None
+    ) -> StagedWeights:
         """Read and check a checkpoint while tokens are made; a following update with its digest uses it."""
         self._check_epoch(None if operation is None else operation.epoch)
-        return await self._policy().stage(path, operation=operation)
+        return await self._policy().stage(path, allow_tensors=allow_tensors, operation=operation)
 
     async def update_from_disk(
         self,
@@ -88,6 +91,7 @@ class WorkerAdmin(ABC):
         clear_cache: bool = False,
         on_failure: OnFailure = "rollback",
         expected_digest: str | None = None,
+        allow_tensors: Sequence[AllowTensors] = (),
         operation: Operation | None = None,
     ) -> UpdateReport:
         """See `PolicyAdmin.update_from_disk`. One worker needs no roll-back: a refused update leaves it as it was."""
@@ -99,6 +103,7 @@ class WorkerAdmin(ABC):
                 mode=mode,
                 clear_cache=clear_cache,
                 expected_digest=expected_digest,
+                allow_tensors=allow_tensors,
                 operation=operation,
             )
 

@@ -16,10 +16,12 @@ from starlette.responses import Response
 from rollplane.errors import Conflict, EngineDied, InvalidRequest, NotFound, Unavailable
 from rollplane.protocol.admin import (
     AdapterRecord,
+    AllowTensors,
     FlushReport,
     PauseMode,
     PauseReport,
     ResumeReport,
+    TensorMismatch,
     UpdateReport,
     WorkerRecord,
 )
@@ -98,6 +100,7 @@ class StageBody(OperationBody, frozen=True, kw_only=True):
 
     model_path: Text
     weight_version: VersionName | None = None
+    allow_tensors: list[AllowTensors] = msgspec.field(default_factory=list)
 
 
 class StageReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -107,6 +110,7 @@ class StageReport(msgspec.Struct, frozen=True, kw_only=True):
     digest: str
     tensors: int
     bytes: int
+    ignored: TensorMismatch | None = None
 
 
 class UpdateBody(OperationBody, frozen=True, kw_only=True):
@@ -118,6 +122,7 @@ class UpdateBody(OperationBody, frozen=True, kw_only=True):
     clear_cache: bool = False
     on_failure: OnFailure = "rollback"
     expected_digest: Text | None = None
+    allow_tensors: list[AllowTensors] = msgspec.field(default_factory=list)
 
 
 class PolicyBody(OperationBody, frozen=True, kw_only=True):
@@ -133,6 +138,7 @@ class PolicyBody(OperationBody, frozen=True, kw_only=True):
     clear_cache: bool = False
     on_failure: OnFailure = "rollback"
     expected_digest: Text | None = None
+    allow_tensors: list[AllowTensors] = msgspec.field(default_factory=list)
 
 
 class LoraSource(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -244,8 +250,10 @@ async def stage(service: Service, body: StageBody) -> StageReport:
     if service.worker is None:
         raise NotFound("staging alone is a worker's route; a fleet's update stages on all workers first")
     path = await allowed_directory(service, body.model_path, param="model_path")
-    staged = await service.worker.stage_weights(path, operation=body.operation())
-    return StageReport(path=staged.path, digest=staged.digest, tensors=staged.tensors, bytes=staged.bytes)
+    staged = await service.worker.stage_weights(path, allow_tensors=body.allow_tensors, operation=body.operation())
+    return StageReport(
+        path=staged.path, digest=staged.digest, tensors=staged.tensors, bytes=staged.bytes, ignored=staged.ignored
+    )
 
 
 async def update(service: Service, body: UpdateBody) -> UpdateReport:
@@ -260,6 +268,7 @@ async def update(service: Service, body: UpdateBody) -> UpdateReport:
         clear_cache=body.clear_cache,
         on_failure=body.on_failure,
         expected_digest=body.expected_digest,
+        allow_tensors=body.allow_tensors,
         operation=body.operation(),
     )
 
@@ -370,11 +379,14 @@ async def update_policy(service: Service, body: PolicyBody) -> UpdateReport:
             clear_cache=body.clear_cache,
             on_failure=body.on_failure,
             expected_digest=body.expected_digest,
+            allow_tensors=body.allow_tensors,
             operation=body.operation(),
         )
     admin: object = service.admin
     if not isinstance(admin, BroadcastAdmin):
         raise NotFound("nothing here takes weights by broadcast")
+    if body.allow_tensors:
+        raise InvalidRequest("weights by broadcast are always the whole model", param="allow_tensors")
     if body.weight_version is None:
         raise InvalidRequest("weights by broadcast have no directory to be named by", param="weight_version")
     return await admin.update_from_broadcast(

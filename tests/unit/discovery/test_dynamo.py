@@ -190,7 +190,7 @@ class FakePeer:
     def __init__(self) -> None:
         self.asked = list[Operation]()
 
-    async def stage_weights(self, path: str, *, operation: Operation) -> StagedWeights:
+    async def stage_weights(self, path: str, *, operation: Operation, **_: object) -> StagedWeights:
         self.asked.append(operation)
         return StagedWeights(path=path, digest="d" * 64, tensors=3, bytes=12)
 

@@ -1,10 +1,11 @@
 """A weight receiver and an adapter host whose every step a test can hold, release or fail."""
 
 import asyncio
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from rollplane.errors import RollplaneError
-from rollplane.protocol.admin import FlushReport, PauseMode, PauseReport, ResumeReport, StagedWeights
+from rollplane.protocol.admin import AllowTensors, FlushReport, PauseMode, PauseReport, ResumeReport, StagedWeights
 
 
 @dataclass
@@ -35,7 +36,7 @@ class FakeReceiver:
         await self._step("resume")
         return ResumeReport(was_paused=True, policy_version=self.policy_version)
 
-    async def stage_weights(self, path: str) -> StagedWeights:
+    async def stage_weights(self, path: str, *, allow_tensors: Sequence[AllowTensors] = ()) -> StagedWeights:
         await self._step(f"stage {path}")
         return StagedWeights(path=path, digest=self.digests.get(path, f"digest of {path}"), tensors=1, bytes=4)
 

@@ -1,7 +1,7 @@
 """Workers of a fleet without sockets: a real `Worker` over the mock engine, and the state that it would tell."""
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +13,7 @@ from rollplane.engines.mock.settings import MockSettings
 from rollplane.errors import TransportError
 from rollplane.protocol.admin import (
     AdapterRecord,
+    AllowTensors,
     FlushReport,
     PauseMode,
     PauseReport,
@@ -106,9 +107,11 @@ class LocalWorker:
     async def close(self) -> None:
         await self.worker.close()
 
-    async def stage_weights(self, path: str, *, operation: Operation) -> StagedWeights:
+    async def stage_weights(
+        self, path: str, *, allow_tensors: Sequence[AllowTensors] = (), operation: Operation
+    ) -> StagedWeights:
         await self._call("stage", operation)
-        return await self.worker.stage_weights(path, operation=operation)
+        return await self.worker.stage_weights(path, allow_tensors=allow_tensors, operation=operation)
 
     async def pause(
         self, mode: PauseMode = "keep", *, clear_cache: bool = False, epoch: int | None = None
@@ -128,6 +131,7 @@ class LocalWorker:
         mode: PauseMode = "keep",
         clear_cache: bool = False,
         expected_digest: str | None = None,
+        allow_tensors: Sequence[AllowTensors] = (),
         operation: Operation | None = None,
     ) -> UpdateReport:
         await self._call("update", operation)
@@ -137,6 +141,7 @@ class LocalWorker:
             mode=mode,
             clear_cache=clear_cache,
             expected_digest=expected_digest,
+            allow_tensors=allow_tensors,
             operation=operation,
         )
 

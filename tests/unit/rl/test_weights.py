@@ -252,7 +252,7 @@ async def test_what_is_remembered_of_a_staging_holds_no_weights() -> None:
     receiver = FakeReceiver()
     held: list[weakref.ref[Weights]] = []
 
-    async def stage(path: str) -> StagedWeights:
+    async def stage(path: str, **_: object) -> StagedWeights:
         weights = Weights()
         held.append(weakref.ref(weights))
         return StagedWeights(path=path, digest=f"digest of {path}", tensors=1, bytes=1, handle=weights)

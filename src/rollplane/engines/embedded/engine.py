@@ -10,7 +10,7 @@ import importlib.metadata
 import itertools
 import random
 import time
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -27,7 +27,7 @@ from rollplane.engines.embedded.step_thread import StepThread
 from rollplane.engines.embedded.stops import load_tokenizer
 from rollplane.engines.embedded.weights import LoadedCheckpoint
 from rollplane.errors import Conflict, EngineDied, EngineFailed, RollplaneError
-from rollplane.protocol.admin import FlushReport, PauseMode, PauseReport, ResumeReport, StagedWeights
+from rollplane.protocol.admin import AllowTensors, FlushReport, PauseMode, PauseReport, ResumeReport, StagedWeights
 from rollplane.protocol.broadcast import Manifest, TransferGroup
 from rollplane.protocol.events import ChoiceEvent, EndEvent, Event, FinishReason, PromptEvent, ServedBy
 from rollplane.protocol.info import Capabilities, EngineHealth, EngineInfo, EngineState, LoraCapability, MoeShape
@@ -223,14 +223,18 @@ class EmbeddedEngine:
 
         return ResumeReport(was_paused=await self._thread.call(run), policy_version=self.policy_version)
 
-    async def stage_weights(self, path: str) -> StagedWeights:
+    async def stage_weights(self, path: str, *, allow_tensors: Sequence[AllowTensors] = ()) -> StagedWeights:
         """Read and check a checkpoint while generation goes on; see `WeightReceiver.stage_weights`."""
-        checkpoint = await asyncio.to_thread(self._serving().layout.read, path)
+        checkpoint = await asyncio.to_thread(self._serving().layout.read, path, allow_tensors=allow_tensors)
+        if missing := self._serving().layout.missing(checkpoint.tensors):
+            kept = await self._thread.call(lambda core: core.layout.copies(missing))
+            checkpoint = await asyncio.to_thread(checkpoint.with_kept, kept)
         return StagedWeights(
             path=path,
             digest=checkpoint.digest,
             tensors=len(checkpoint.tensors),
             bytes=checkpoint.bytes,
+            ignored=checkpoint.ignored,
             handle=checkpoint,
         )
 

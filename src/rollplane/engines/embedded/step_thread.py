@@ -110,8 +110,11 @@ class StepThread:
         """
         loop = asyncio.get_running_loop()
         future: asyncio.Future[T] = loop.create_future()
-        await self.call(lambda _: self._sliced.append(_Sliced(begin, future)))
-        return await future
+        try:
+            await self.call(lambda _: self._sliced.append(_Sliced(begin, future)))
+            return await future
+        finally:
+            future.cancel()  # also where nobody came to wait for it
 
     def post(self, run: Callable[[Core], Any], *, failed: Callable[[RollplaneError], None] | None = None) -> None:
         """Run something between two steps; nobody waits. `failed` gets a refusal, or the core's death."""

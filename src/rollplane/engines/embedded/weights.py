@@ -4,7 +4,7 @@ On disk every expert projection is a tensor of its own; in memory a layer's expe
 tensor on disk to a view of the parameter that holds it, so that copying needs no conversion and no second model.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -13,10 +13,11 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor
 
-from rollplane.engines.checkpoint_files import check_places, weight_files
+from rollplane.engines.checkpoint_files import check_names, check_places, weight_files
 from rollplane.engines.embedded.model import CausalModel
 from rollplane.engines.tensors import content_digest
 from rollplane.errors import InvalidRequest
+from rollplane.protocol.admin import AllowTensors, TensorMismatch
 
 _READABLE = ("float32", "bfloat16", "float16")
 """Floating dtypes that a checkpoint may have; they become the engine's dtype, as when a model is first loaded."""
@@ -37,6 +38,19 @@ class LoadedCheckpoint:
     tensors: dict[str, Tensor]
     digest: str
     bytes: int
+    ignored: TensorMismatch | None = None
+
+    def with_kept(self, kept: Mapping[str, Tensor]) -> "LoadedCheckpoint":
+        """The whole policy: this checkpoint's tensors and those that the model keeps."""
+        return loaded_checkpoint(self.path, {**self.tensors, **kept}, ignored=self.ignored)
+
+
+def loaded_checkpoint(
+    path: Path, tensors: dict[str, Tensor], *, ignored: TensorMismatch | None = None
+) -> LoadedCheckpoint:
+    """Checked tensors with their digest and size."""
+    size = sum(t.numel() * t.element_size() for t in tensors.values())
+    return LoadedCheckpoint(path, tensors, content_digest(tensors), size, ignored)
 
 
 class CheckpointLayout:
@@ -73,12 +87,15 @@ class CheckpointLayout:
         else:
             self.targets[f"{block}.{leaf}"] = data
 
-    def read(self, directory: str | Path) -> LoadedCheckpoint:
+    def read(self, directory: str | Path, *, allow_tensors: Sequence[AllowTensors] = ()) -> LoadedCheckpoint:
         """Read a checkpoint directory into memory and check it; the model is not touched.
+
+        Args:
+            allow_tensors: see `WeightReceiver.stage_weights`; what is missing is missing from the result too.
 
         Raises:
             NotFound: no such directory, no safetensors files in it, or not all that its index names.
-            InvalidRequest: a damaged file or index, or tensors that are unknown, missing, doubled, not where the index
+            InvalidRequest: a damaged file or index, or tensors that are unexpected, missing, doubled, not where the index
                 says, or of another shape or kind.
         """
         directory = Path(directory)
@@ -92,37 +109,54 @@ class CheckpointLayout:
                 tensors[name], places[name] = tensor, file.name
         if weight_map is not None:
             check_places(places, weight_map, directory=directory)
-        self.check(tensors)
-        size = sum(t.numel() * t.element_size() for t in tensors.values())
-        return LoadedCheckpoint(directory, tensors, content_digest(tensors), size)
+        ignored = self.check(tensors, allow_tensors=allow_tensors)
+        return loaded_checkpoint(directory, {n: t for n, t in tensors.items() if self._has(n)}, ignored=ignored)
 
-    def check(self, tensors: Mapping[str, Tensor]) -> None:
-        """Whether these tensors are exactly this model's.
+    def missing(self, names: Iterable[str]) -> list[str]:
+        """This model's tensors that are not among `names`, sorted."""
+        return sorted(set(self.targets) - set(names))
+
+    def copies(self, names: Iterable[str]) -> dict[str, Tensor]:
+        """Copies of what the model has now."""
+        return {name: self.targets[name].detach().clone() for name in names}
+
+    def _has(self, name: str) -> bool:
+        return name in self.targets or name in self.tied
+
+    def check(
+        self, tensors: Mapping[str, Tensor], *, allow_tensors: Sequence[AllowTensors] = ()
+    ) -> TensorMismatch | None:
+        """Whether these tensors are this model's; what was allowed that is not.
 
         Raises:
             InvalidRequest: naming the tensors that are not.
         """
-        self.check_specs({name: (list(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()})
-        self.check_values(tensors)
+        specs = {name: (list(t.shape), str(t.dtype).removeprefix("torch.")) for name, t in tensors.items()}
+        ignored = self.check_specs(specs, allow_tensors=allow_tensors)
+        self.check_values({name: tensor for name, tensor in tensors.items() if self._has(name)})
+        return ignored
 
-    def check_specs(self, specs: Mapping[str, tuple[Sequence[int], str]]) -> None:
-        """Whether names, shapes and dtypes (by torch's names) are exactly this model's; before any value is there.
+    def check_specs(
+        self, specs: Mapping[str, tuple[Sequence[int], str]], *, allow_tensors: Sequence[AllowTensors] = ()
+    ) -> TensorMismatch | None:
+        """Whether names, shapes and dtypes (by torch's names) are this model's, before any value is there; what was allowed
+        that is not.
 
         Raises:
             InvalidRequest: naming the tensors that are not.
         """
-        unknown = sorted(set(specs) - set(self.targets) - set(self.tied))
-        missing = sorted(set(self.targets) - set(specs))
-        if unknown or missing:
-            said = [f"{what} {_list(names)}" for what, names in (("unknown", unknown), ("missing", missing)) if names]
-            raise InvalidRequest(f"the checkpoint's tensors are not this model's: {'; '.join(said)}")
+        unexpected = sorted(name for name in specs if not self._has(name))
+        ignored = check_names(missing=self.missing(specs), unexpected=unexpected, allow_tensors=allow_tensors)
         for name, (shape, dtype) in specs.items():
+            if not self._has(name):
+                continue
             target = self.targets.get(self.tied.get(name, name))
             if target is None or list(shape) != list(target.shape):
                 wanted = "?" if target is None else list(target.shape)
                 raise InvalidRequest(f"tensor {name} has shape {list(shape)}, the model's has {wanted}")
             if dtype not in _READABLE:
                 raise InvalidRequest(f"tensor {name} has dtype {dtype}; readable are {', '.join(_READABLE)}")
+        return ignored
 
     def check_values(self, tensors: Mapping[str, Tensor]) -> None:
         """Whether every value is finite, and tensors that this model ties are equal.
@@ -136,6 +170,8 @@ class CheckpointLayout:
         if broken:
             raise InvalidRequest(f"values that are not finite are in {_list(broken)}")
         for name, embedding in self.tied.items():
+            if name in tensors and embedding not in tensors:
+                raise InvalidRequest(f"tensor {name} is there and {embedding} is not, but this model ties them")
             if name in tensors and not torch.equal(tensors[name], tensors[embedding]):
                 raise InvalidRequest(f"tensor {name} differs from {embedding}, but this model ties them")
 

@@ -7,7 +7,7 @@ adapters are the server's; replacing weights from a checkpoint directory is not 
 import asyncio
 import contextlib
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -40,7 +40,7 @@ from rollplane.errors import (
     Unavailable,
 )
 from rollplane.identity import identify
-from rollplane.protocol.admin import FlushReport, PauseMode, PauseReport, ResumeReport, StagedWeights
+from rollplane.protocol.admin import AllowTensors, FlushReport, PauseMode, PauseReport, ResumeReport, StagedWeights
 from rollplane.protocol.events import Event
 from rollplane.protocol.features import MediaItem
 from rollplane.protocol.info import EngineHealth, EngineInfo, EngineState
@@ -76,6 +76,10 @@ class GrpcEngine:
         self._version = FIRST_LABEL
         self._life = ""
         self._paused = False
+        self._held = False
+        """Whether a caller's pause holds, or is on its way; a flush pauses for a moment without one."""
+        self._switching = asyncio.Lock()
+        """Held while the server is on its way to stepping again: a pause comes after that, never in between."""
         self._cleared = False  # since the pause began
         self._native = GrpcTransfer(self)
         self._sleep = GrpcSleep(self)
@@ -129,7 +133,7 @@ class GrpcEngine:
             info, self._media = await read_facts(control, self.settings)
             self._version = await control.weight_version()
             self._life = "" if self._version == FIRST_LABEL else uuid.uuid4().hex[:8]
-            self._paused = await control.is_paused()
+            self._paused = self._held = await control.is_paused()
             with contextlib.suppress(RollplaneError):  # a server without sleep mode refuses to say
                 self._sleep.asleep = await control.is_sleeping()
             kv_events = await follow_server(control, self._mirror, server=self.settings.endpoint)
@@ -242,7 +246,17 @@ class GrpcEngine:
 
     async def pause(self, mode: PauseMode, *, clear_cache: bool = False) -> PauseReport:
         """See `WeightReceiver.pause`; `cleared` says that the server was asked and did not refuse."""
-        was_paused, before = self._paused, len(self._all_live())
+        was_held, self._held = self._held, True
+        try:
+            async with self._switching:
+                pass  # a flush under way sees that the pause is to stay; a resume under way was before it
+            return await self._pause(mode, clear_cache=clear_cache, already=self._paused and was_held)
+        except BaseException:
+            self._held = was_held
+            raise
+
+    async def _pause(self, mode: PauseMode, *, clear_cache: bool, already: bool) -> PauseReport:
+        before = len(self._all_live())
         await self.control.pause(mode, clear_cache=clear_cache, timeout_s=self.settings.call_timeout_s)
         self._paused = True
         self._cleared = self._cleared or clear_cache
@@ -251,7 +265,7 @@ class GrpcEngine:
         await self._settle()
         return PauseReport(
             mode=mode,
-            already_paused=was_paused,
+            already_paused=already,
             kept=before if mode == "keep" else 0,
             aborted=before if mode == "abort" else 0,
             drained=before if mode == "wait" else 0,
@@ -260,6 +274,12 @@ class GrpcEngine:
 
     async def resume(self) -> ResumeReport:
         """See `WeightReceiver.resume`."""
+        async with self._switching:
+            if self._paused:
+                self._held = False
+            return await self._resume()
+
+    async def _resume(self) -> ResumeReport:
         was_paused = self._paused
         if was_paused:
             await self._settle()
@@ -269,7 +289,7 @@ class GrpcEngine:
             self._paused = self._cleared = False
         return ResumeReport(was_paused=was_paused, policy_version=self._version)
 
-    async def stage_weights(self, path: str) -> StagedWeights:
+    async def stage_weights(self, path: str, *, allow_tensors: Sequence[AllowTensors] = ()) -> StagedWeights:
         """Refused: no rpc of the server reads a checkpoint.
 
         Raises:
@@ -307,10 +327,12 @@ class GrpcEngine:
                 reset=False,
                 reason=f"{running} requests hold cache; a vLLM gRPC server can only clear all of it (preempt)",
             )
-        was_paused = self._paused
-        await self.pause("keep", clear_cache=True)
-        if not was_paused:
-            await self.resume()
+        async with self._switching:
+            if self._held and not self._paused:
+                return FlushReport(reset=False, reason="a pause is on its way; flush once it is there")
+            await self._pause("keep", clear_cache=True, already=self._paused)
+            if not self._held:  # a caller that paused meanwhile keeps it
+                await self._resume()
         return FlushReport(reset=True, preempted=running)
 
     # -- NativeControls ----------------------------------------------------------------------------------------------

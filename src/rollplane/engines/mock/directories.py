@@ -2,13 +2,15 @@
 
 import hashlib
 import struct
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
+from rollplane.engines.checkpoint_files import check_names
 from rollplane.errors import InvalidRequest, NotFound
-from rollplane.protocol.admin import StagedWeights
+from rollplane.protocol.admin import AllowTensors, StagedWeights
 
 MOCK_WEIGHTS = "mock_weights.json"
 """A JSON object that stands for a checkpoint: its bytes are the weights."""
@@ -16,22 +18,28 @@ MOCK_WEIGHTS = "mock_weights.json"
 _MAX_HEADER_BYTES = 100 * 2**20
 
 
-def read_weights(path: str) -> StagedWeights:
+def read_weights(path: str, *, allow_tensors: Sequence[AllowTensors] = ()) -> StagedWeights:
     """Read a directory of `*.safetensors`, or one with a `mock_weights.json`. Blocking.
 
     Raises:
         NotFound: no such directory, or neither in it.
-        InvalidRequest: a file cannot be read as what its name says.
+        InvalidRequest: a file cannot be read as what its name says, or lists tensors that are not allowed.
     """
     files = _files(path, param="path", wanted=f"*.safetensors or {MOCK_WEIGHTS}", extra=MOCK_WEIGHTS)
     digest, size = _digest(files)
     tensors = 0
+    listed: dict[str, list[str]] = {"missing": [], "unexpected": []}
     for file in files:
         if file.suffix == ".safetensors":
             tensors += len(_tensor_names(file))
         else:
-            _json_object(file)
-    return StagedWeights(path=path, digest=digest, tensors=tensors, bytes=size, handle=digest)
+            stand_in = _json_object(file)
+            for kind in listed:
+                listed[kind] = [str(name) for name in stand_in.get(kind, [])]
+    ignored = check_names(
+        missing=listed["missing"], unexpected=listed["unexpected"], allow_tensors=allow_tensors, param="path"
+    )
+    return StagedWeights(path=path, digest=digest, tensors=tensors, bytes=size, ignored=ignored, handle=digest)
 
 
 def read_adapter(path: str, *, max_rank: int) -> str:

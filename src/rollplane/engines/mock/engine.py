@@ -3,7 +3,7 @@
 import asyncio
 import itertools
 from collections import Counter
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from rollplane.admission import check_request, resolve_max_tokens, wants_mask, wants_routes
@@ -16,7 +16,7 @@ from rollplane.engines.mock.settings import Fault, MockSettings, Operation
 from rollplane.engines.mock.step_clock import Clock, LoopClock
 from rollplane.errors import Conflict, EngineDied, EngineFailed, InvalidRequest, NotFound, Unavailable
 from rollplane.identity import identify
-from rollplane.protocol.admin import FlushReport, PauseMode, PauseReport, ResumeReport, StagedWeights
+from rollplane.protocol.admin import AllowTensors, FlushReport, PauseMode, PauseReport, ResumeReport, StagedWeights
 from rollplane.protocol.events import Event
 from rollplane.protocol.info import Capabilities, EngineHealth, EngineInfo, EngineState, LoraCapability
 from rollplane.protocol.kv_events import KvEvent
@@ -190,10 +190,13 @@ class MockEngine:
             self._core.release_waiters()
         return ResumeReport(was_paused=was, policy_version=self._core.version)
 
-    async def stage_weights(self, path: str) -> StagedWeights:
-        """See `WeightReceiver.stage_weights`: any directory of `*.safetensors`, or one with a `mock_weights.json`."""
+    async def stage_weights(self, path: str, *, allow_tensors: Sequence[AllowTensors] = ()) -> StagedWeights:
+        """See `WeightReceiver.stage_weights`: any directory of `*.safetensors`, or one with a `mock_weights.json`.
+
+        No model holds their tensors to it; a `mock_weights.json` may list some as `missing` or `unexpected`.
+        """
         self._control_call("stage_weights")
-        staged = await asyncio.to_thread(read_weights, path)
+        staged = await asyncio.to_thread(read_weights, path, allow_tensors=allow_tensors)
         await self._take(self.settings.stage_s)
         return staged
 

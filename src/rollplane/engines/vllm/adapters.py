@@ -8,10 +8,10 @@ import asyncio
 from pathlib import Path
 from typing import Any
 
-from rollplane.engines.adapter_files import inspect_adapter
-from rollplane.engines.vllm.checkpoints import Checkpoint, check_adapter_fits
+from rollplane.engines.adapter_files import CONFIG_NAME, WEIGHTS_NAME, inspect_adapter
+from rollplane.engines.vllm.checkpoints import Checkpoint, changed_files, check_adapter_fits, stamp
 from rollplane.engines.vllm.versions import VllmApi
-from rollplane.errors import Conflict, EngineDied, InvalidRequest, NotFound
+from rollplane.errors import Conflict, EngineDied, EngineFailed, InvalidRequest, NotFound
 from rollplane.protocol.info import LoraCapability
 
 
@@ -24,6 +24,8 @@ class Adapters:
         self.capability = capability
         self._loaded = loaded
         self._requests: dict[str, Any] = {}
+        self._stamps: dict[str, list[list[Any]]] = {}
+        """Of every loaded adapter's files, see `checkpoints.stamp`."""
         self._next_id = 1
         self._lock = asyncio.Lock()
 
@@ -58,6 +60,7 @@ class Adapters:
     async def load(self, name: str, path: str) -> None:
         """Load an adapter's files under a new id; see `AdapterHost.load_adapter`."""
         files = await asyncio.to_thread(inspect_adapter, path, max_rank=self.capability.rank)
+        stamps = await asyncio.to_thread(lambda: [stamp(Path(path) / file) for file in (CONFIG_NAME, WEIGHTS_NAME)])
         if self._loaded is not None:
             check_adapter_fits(files.shapes, self._loaded)
         async with self._lock:
@@ -72,6 +75,7 @@ class Adapters:
             record = self.api.LoRARequest(lora_name=name, lora_int_id=number, lora_path=str(Path(path)))
             await self._add(record)
             self._requests[name] = record
+            self._stamps[name] = stamps
 
     async def unload(self, name: str) -> None:
         """Drop an adapter; unknown names are no error."""
@@ -82,6 +86,20 @@ class Adapters:
                     await self.engine.remove_lora(record.lora_int_id)
                 except self.api.DeadError as error:
                     raise EngineDied("the vLLM engine is gone") from error
+
+    async def check_files(self) -> None:
+        """Before the weights change, which drops every adapter: whether all can be put back from their files.
+
+        Raises:
+            EngineFailed: the files of one are gone or are others; nothing was touched.
+        """
+        for name, record in list(self._requests.items()):
+            why = await asyncio.to_thread(changed_files, record.lora_path, self._stamps[name])
+            if why is not None:
+                raise EngineFailed(
+                    f"adapter {name!r} could not be put back after a change of weights ({why} at {record.lora_path}): put "
+                    "its files back or unload it; nothing was touched"
+                )
 
     async def load_again(self) -> list[str]:
         """Put every adapter back after a reload of the base weights, which drops them all; the names that are lost.

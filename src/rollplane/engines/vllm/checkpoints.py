@@ -8,12 +8,13 @@ import hashlib
 import json
 import mmap
 import struct
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any, Final
 
 import msgspec
 
+from rollplane.engines.checkpoint_files import check_names
 from rollplane.engines.float_bits import all_finite
 from rollplane.errors import InvalidRequest, NotFound
 
@@ -59,6 +60,11 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
     path: str
     tensors: dict[str, Tensor]
     stamps: list[list[Any]]
+
+    def without(self, names: Iterable[str]) -> "Checkpoint":
+        """The same files with some of their tensors left out."""
+        left = {name: tensor for name, tensor in self.tensors.items() if name not in set(names)}
+        return msgspec.structs.replace(self, tensors=left)
 
     @property
     def bytes(self) -> int:
@@ -107,6 +113,11 @@ def changed_files(path: str, stamps: list[list[Any]]) -> str | None:
     return None
 
 
+def unexpected_tensors(checkpoint: Checkpoint, loaded: Checkpoint, *, tied: bool) -> list[str]:
+    """The names in a checkpoint that the loaded one does not have, sorted; see `check_like` for `tied`."""
+    return sorted(set(checkpoint.tensors) - set(loaded.tensors) - ({"lm_head.weight"} if tied else set()))
+
+
 def check_like(checkpoint: Checkpoint, loaded: Checkpoint, *, tied: bool, param: str = "model_path") -> None:
     """Hold a checkpoint to the tensors of the one the engine was loaded from.
 
@@ -115,14 +126,14 @@ def check_like(checkpoint: Checkpoint, loaded: Checkpoint, *, tied: bool, param:
         tied: the model ties its output embedding to its input embedding, so that `lm_head.weight` may be there or not.
 
     Raises:
-        InvalidRequest: unknown or missing tensors, other shapes or kinds of dtype; by name.
+        InvalidRequest: unexpected or missing tensors, other shapes or kinds of dtype; by name.
     """
     optional = {"lm_head.weight"} if tied else set()
-    unknown = sorted(set(checkpoint.tensors) - set(loaded.tensors) - optional)
-    missing = sorted(set(loaded.tensors) - set(checkpoint.tensors) - optional)
-    if unknown or missing:
-        said = [f"{what} {_list(names)}" for what, names in (("unknown", unknown), ("missing", missing)) if names]
-        raise InvalidRequest(f"the checkpoint's tensors are not this model's: {'; '.join(said)}", param=param)
+    check_names(
+        missing=sorted(set(loaded.tensors) - set(checkpoint.tensors) - optional),
+        unexpected=unexpected_tensors(checkpoint, loaded, tied=tied),
+        param=param,
+    )
     for name, tensor in checkpoint.tensors.items():
         wanted = loaded.tensors.get(name)
         if wanted is None:

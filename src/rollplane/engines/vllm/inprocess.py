@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import tempfile
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from rollplane.engines.vllm.versions import VllmApi
 from rollplane.engines.zmq_kv_events import ZmqKvEvents
 from rollplane.errors import Conflict, EngineDied, EngineFailed, InvalidRequest, RollplaneError, Unavailable
 from rollplane.identity import engine_salt
-from rollplane.protocol.admin import FlushReport, PauseMode, PauseReport, ResumeReport, StagedWeights
+from rollplane.protocol.admin import AllowTensors, FlushReport, PauseMode, PauseReport, ResumeReport, StagedWeights
 from rollplane.protocol.broadcast import Manifest, TransferGroup
 from rollplane.protocol.events import EndEvent, Event, PromptEvent, ServedBy
 from rollplane.protocol.info import EngineHealth, EngineInfo
@@ -244,9 +244,9 @@ class VllmEngine:
         """See `WeightReceiver.resume`."""
         return await self._policy_side().resume()
 
-    async def stage_weights(self, path: str) -> StagedWeights:
+    async def stage_weights(self, path: str, *, allow_tensors: Sequence[AllowTensors] = ()) -> StagedWeights:
         """See `WeightReceiver.stage_weights`."""
-        return await self._policy_side().stage(path)
+        return await self._policy_side().stage(path, allow_tensors=allow_tensors)
 
     async def apply_weights(self, staged: StagedWeights, *, version: str) -> None:
         """See `WeightReceiver.apply_weights`."""

@@ -61,6 +61,7 @@ class NativeTransfer:
                 raise Conflict("a weight update starts only while the engine is paused")
             if self.policy.transfer_open:
                 raise Conflict("a weight update is open already; finish it first")
+            await self.policy.check_adapters()
             self.policy.transfer_open = True
             try:
                 await self.policy.ask(self.engine.start_weight_update())

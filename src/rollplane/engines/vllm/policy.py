@@ -7,7 +7,7 @@ version's and under the new version's salt; one with tokens goes on with its own
 """
 
 import asyncio
-from collections.abc import Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from typing import Any
 
 from rollplane.engines.vllm import versions
@@ -18,12 +18,21 @@ from rollplane.engines.vllm.checkpoints import (
     check_values,
     content_digest,
     read_checkpoint,
+    unexpected_tensors,
 )
 from rollplane.engines.vllm.live import LiveChoice, LiveRequest
 from rollplane.engines.vllm.versions import VllmApi
 from rollplane.errors import Conflict, EngineDied, EngineFailed, InvalidRequest
 from rollplane.identity import CacheScope
-from rollplane.protocol.admin import FlushReport, PauseMode, PauseReport, ResumeReport, StagedWeights
+from rollplane.protocol.admin import (
+    AllowTensors,
+    FlushReport,
+    PauseMode,
+    PauseReport,
+    ResumeReport,
+    StagedWeights,
+    mismatch_of,
+)
 
 Resubmit = Callable[[LiveRequest, LiveChoice], Awaitable[None]]
 
@@ -74,7 +83,11 @@ class Policy:
         self._lock = asyncio.Lock()
         if loaded is not None:
             self._good = StagedWeights(
-                path=loaded.path, digest="", tensors=len(loaded.tensors), bytes=loaded.bytes, handle=loaded.stamps
+                path=loaded.path,
+                digest="",
+                tensors=len(loaded.tensors),
+                bytes=loaded.bytes,
+                handle={"stamps": loaded.stamps, "skipped": []},
             )
 
     def __repr__(self) -> str:
@@ -149,15 +162,33 @@ class Policy:
         if not self._held:
             self.running.set()
 
-    async def stage(self, path: str, *, param: str = "model_path") -> StagedWeights:
-        """See `WeightReceiver.stage_weights`. The digest covers the bytes; the handle says which files they were.
+    async def stage(
+        self, path: str, *, allow_tensors: Sequence[AllowTensors] = (), param: str = "model_path"
+    ) -> StagedWeights:
+        """See `WeightReceiver.stage_weights`. The digest covers the bytes; the handle says which files they were, and which
+        of their tensors are not read.
 
         Args:
             param: the field that errors name.
+
+        Raises:
+            InvalidRequest: also where missing tensors are to be allowed.
         """
+        if "missing" in allow_tensors:
+            raise InvalidRequest(
+                "allow_tensors: missing tensors cannot be allowed on vLLM, which loads fused layers whole: one that lacks a "
+                "part would be served as garbage",
+                param="allow_tensors",
+            )
 
         def read() -> StagedWeights:
             found = read_checkpoint(path)
+            ignored = None
+            if "unexpected" in allow_tensors and (unexpected := self._unexpected(found)):
+                ignored = mismatch_of([], unexpected)
+                found = found.without(unexpected)
+            else:
+                unexpected = []
             self.check_fits(found, param=param)
             check_values(found, tied=self._tied, param=param)
             return StagedWeights(
@@ -165,10 +196,16 @@ class Policy:
                 digest=content_digest(found),
                 tensors=len(found.tensors),
                 bytes=found.bytes,
-                handle=found.stamps,
+                ignored=ignored,
+                handle={"stamps": found.stamps, "skipped": unexpected},
             )
 
         return await asyncio.to_thread(read)
+
+    def _unexpected(self, checkpoint: Checkpoint) -> list[str]:
+        if self._loaded is None:
+            return []
+        return unexpected_tensors(checkpoint, self._loaded, tied=self._tied)
 
     def check_fits(self, checkpoint: Checkpoint, *, param: str) -> None:
         """Hold a checkpoint's names, shapes and dtypes to the model.
@@ -201,6 +238,7 @@ class Policy:
         async with self._lock:
             if not self.paused:
                 raise Conflict(f"weights change only while paused; this engine is {self!r}")
+            await self.check_adapters()
             known = not self.engine.errored
             counted = [
                 (live, choice, made) for live, choice in self._open() if (made := self._made(choice)) is not None
@@ -213,8 +251,7 @@ class Policy:
                 await load()
                 self.broken = None
                 await self._drop_old_caches([(live, choice) for live, choice, _ in kept])
-                if self._adapters is not None:
-                    await self._adapters.load_again()
+                await self._put_adapters_back()
                 self.version = version
                 self._scope.renew(version)
                 for _, choice, made in kept:
@@ -237,11 +274,23 @@ class Policy:
         again = await self._load_files(self._good) if self._good is not None else [{}]
         if all("loaded" in answer for answer in again):
             await self._reset(running=True)
-            if self._adapters is not None:
-                await self._adapters.load_again()
+            await self._put_adapters_back()
             raise EngineFailed(f"{why}; the old weights were loaded again")
         self.broken = why
         raise EngineDied(f"{why}; nor did the old weights load again")
+
+    async def check_adapters(self) -> None:
+        """Whether a change of weights would leave every adapter; see `Adapters.check_files`."""
+        if self._adapters is not None:
+            await self._adapters.check_files()
+
+    async def _put_adapters_back(self) -> None:
+        """After a change of weights. A kept request whose adapter is lost ends: vLLM would load it itself, and end."""
+        lost = await self._adapters.load_again() if self._adapters is not None else []
+        for live, choice in self._open() if lost else []:
+            if live.request.adapter in lost:
+                await self.ask(versions.abort(self.engine, choice.leave()))
+                choice.fail(EngineFailed(f"adapter {live.request.adapter!r} was lost with a change of weights"))
 
     def forget_good(self) -> None:
         """The weights in place came from nowhere that they could be loaded from again."""
@@ -297,7 +346,7 @@ class Policy:
 
     async def _load_files(self, staged: StagedWeights) -> list[dict[str, Any]]:
         answers: list[dict[str, Any]] = await self.ask(
-            self.engine.collective_rpc("rollplane_load_weights", kwargs={"path": staged.path, "stamps": staged.handle})
+            self.engine.collective_rpc("rollplane_load_weights", kwargs={"path": staged.path, **staged.handle})
         )
         return answers
 

@@ -18,11 +18,12 @@ class WorkerExtension(GroupExtension):
     model_runner: Any
     vllm_config: Any
 
-    def rollplane_load_weights(self, path: str, stamps: list[list[Any]]) -> dict[str, Any]:
+    def rollplane_load_weights(self, path: str, stamps: list[list[Any]], skipped: list[str]) -> dict[str, Any]:
         """Replace the model's weights by the safetensors files at `path`, in place.
 
         Args:
             stamps: the files as they were checked (`checkpoints.stamp`); others now are refused before anything is touched.
+            skipped: tensors in them that the model has no place for.
 
         Returns:
             `{"loaded": tensors}`; `{"refused": why}`: nothing was touched; `{"broken": why}`: the model is half written.
@@ -30,7 +31,7 @@ class WorkerExtension(GroupExtension):
         if why := changed_files(path, stamps):
             return {"refused": why}
         try:
-            return {"loaded": self._rollplane_reload(path, [str(name) for name, *_ in stamps])}
+            return {"loaded": self._rollplane_reload(path, [str(name) for name, *_ in stamps], skipped)}
         except Exception as error:  # whatever it was, the caller must hear that the model is not whole
             return {"broken": f"{type(error).__name__}: {error}"[:1000]}
 
@@ -53,7 +54,7 @@ class WorkerExtension(GroupExtension):
                 count += 1
         return count
 
-    def _rollplane_reload(self, path: str, names: list[str]) -> int:
+    def _rollplane_reload(self, path: str, names: list[str], skipped: list[str]) -> int:
         import torch
         from vllm.config import set_current_vllm_config
 
@@ -69,7 +70,7 @@ class WorkerExtension(GroupExtension):
 
         def counted() -> Iterator[tuple[str, Any]]:
             nonlocal count
-            for pair in _tensors(path, names):
+            for pair in _tensors(path, names, skipped=frozenset(skipped)):
                 count += 1
                 yield pair
 
@@ -94,11 +95,12 @@ def _end_unfinished(model: Any) -> None:
             info.reset()
 
 
-def _tensors(path: str, names: list[str]) -> Iterator[tuple[str, Any]]:
-    """Every tensor of the files, one at a time."""
+def _tensors(path: str, names: list[str], *, skipped: frozenset[str]) -> Iterator[tuple[str, Any]]:
+    """Every tensor of the files but those `skipped`, one at a time."""
     from safetensors import safe_open
 
     for name in names:
         with safe_open(f"{path}/{name}", framework="pt") as file:
             for key in file.keys():  # noqa: SIM118 - not a dict
-                yield key, file.get_tensor(key)
+                if key not in skipped:
+                    yield key, file.get_tensor(key)

@@ -304,7 +304,7 @@ async def test_weights_that_do_not_fit_leave_the_old_ones_serving(
     with pytest.raises(NotFound):
         await engine.stage_weights(str(tmp_path))
     dense = tiny.make_dense(tmp_path / "dense", layers=2)
-    with pytest.raises(InvalidRequest, match="unknown"):
+    with pytest.raises(InvalidRequest, match="unexpected"):
         await engine.stage_weights(str(dense))
     staged = await engine.stage_weights(str(other_dir))
     with pytest.raises(EngineFailed, match="only while paused"):

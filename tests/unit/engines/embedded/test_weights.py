@@ -9,9 +9,12 @@ from safetensors.torch import load_file, save_file
 from tests.models import tiny
 from transformers import AutoModelForCausalLM
 
+from rollplane.engines.embedded.engine import EmbeddedEngine
 from rollplane.engines.embedded.model import CausalModel, load_model
+from rollplane.engines.embedded.settings import EmbeddedSettings
 from rollplane.engines.embedded.weights import CheckpointLayout, content_digest
 from rollplane.errors import InvalidRequest, NotFound
+from rollplane.protocol.admin import TensorMismatch
 
 Change = Callable[[dict[str, torch.Tensor]], Any]
 
@@ -46,7 +49,7 @@ EXPERT = "model.layers.1.mlp.experts.3.up_proj.weight"
     ("change", "says"),
     [
         (lambda t: t.pop(EXPERT), f"missing {EXPERT}"),
-        (lambda t: t.update({"extra.weight": torch.zeros(1)}), "unknown extra.weight"),
+        (lambda t: t.update({"extra.weight": torch.zeros(1)}), "unexpected extra.weight"),
         (lambda t: t.update({EXPERT: t[EXPERT][:-1].clone()}), "up_proj.weight has shape"),
         (lambda t: t.update({EXPERT: t[EXPERT].to(torch.int8)}), "int8"),
         (lambda t: t[EXPERT].view(-1)[7:8].fill_(float("nan")), f"not finite are in {EXPERT}"),
@@ -62,6 +65,46 @@ def test_a_checkpoint_that_does_not_fit_is_refused_by_name_and_nothing_is_touche
     with pytest.raises(InvalidRequest, match=says):
         CheckpointLayout(model).read(bad)
     assert all(torch.equal(before[n], p) for n, p in model.module.named_parameters())
+
+
+def test_what_was_allowed_is_counted_and_named_and_the_other_kind_is_still_refused(
+    moe_dir: Path, tmp_path: Path
+) -> None:
+    layout = CheckpointLayout(load_model(moe_dir))
+    less = copy_with(moe_dir, tmp_path / "less", lambda t: t.pop(EXPERT))
+    more = copy_with(moe_dir, tmp_path / "more", lambda t: t.update({"extra.weight": torch.full((1,), float("nan"))}))
+    assert layout.read(moe_dir, allow_tensors=("missing", "unexpected")).ignored is None
+    assert layout.read(less, allow_tensors=("missing",)).ignored == TensorMismatch(missing=1, missing_names=[EXPERT])
+    found = layout.read(more, allow_tensors=("unexpected",))
+    assert found.ignored == TensorMismatch(unexpected=1, unexpected_names=["extra.weight"])
+    assert found.digest == layout.read(moe_dir).digest
+    for path, other in ((less, "unexpected"), (more, "missing")):
+        with pytest.raises(InvalidRequest, match="allow_tensors allows a kind"):
+            layout.read(path, allow_tensors=(other,))
+
+
+async def test_missing_tensors_that_are_allowed_keep_what_the_model_has_and_the_digest_is_of_the_whole(
+    moe_dir: Path, tmp_path: Path
+) -> None:
+    partial = copy_with(
+        moe_dir, tmp_path / "partial", lambda t: (t.update({k: v + 1 for k, v in t.items()}), t.pop(EXPERT))
+    )
+    kept = load_file(moe_dir / "model.safetensors")[EXPERT]
+    whole = copy_with(moe_dir, tmp_path / "whole", lambda t: t.update({k: v + 1 for k, v in t.items() if k != EXPERT}))
+    model = load_model(moe_dir)
+    engine = EmbeddedEngine(EmbeddedSettings(model=str(moe_dir), threads=1), model=model)
+    await engine.start()
+    try:
+        staged = await engine.stage_weights(str(partial), allow_tensors=("missing",))
+        assert staged.digest == CheckpointLayout(model).read(whole).digest
+        assert staged.ignored == TensorMismatch(missing=1, missing_names=[EXPERT])
+        await engine.pause("keep")
+        await engine.apply_weights(staged, version="v1")
+        targets, wanted = CheckpointLayout(model).targets, load_file(whole / "model.safetensors")
+        assert torch.equal(targets[EXPERT], kept)
+        assert all(torch.equal(tensor, wanted[name]) for name, tensor in targets.items())
+    finally:
+        await engine.close()
 
 
 def test_many_offending_tensors_are_counted(moe_dir: Path, tmp_path: Path) -> None:

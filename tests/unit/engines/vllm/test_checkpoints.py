@@ -51,13 +51,13 @@ def test_the_digest_is_of_the_contents_not_of_the_files(tmp_path: Path) -> None:
     ("changes", "says"),
     [
         ({"model.layers.0.q_proj.weight": None}, "missing model.layers.0.q_proj.weight"),
-        ({"extra": np.zeros(1, dtype=np.float32)}, "unknown extra"),
+        ({"extra": np.zeros(1, dtype=np.float32)}, "unexpected extra"),
         (
             {"model.layers.0.q_proj.weight": np.ones((4, 8), dtype=np.float32)},
             r"shape \[4, 8\], the model's has \[8, 4\]",
         ),
         ({"model.layers.0.scale": np.array([3], dtype=np.float32)}, "dtype F32, the model's has I32"),
-        ({"lm_head.weight": np.zeros((6, 4), dtype=np.float32)}, "unknown lm_head.weight"),
+        ({"lm_head.weight": np.zeros((6, 4), dtype=np.float32)}, "unexpected lm_head.weight"),
     ],
 )
 def test_other_tensors_are_refused_by_name(tmp_path: Path, changes: dict[str, np.ndarray | None], says: str) -> None:

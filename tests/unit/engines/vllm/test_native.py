@@ -11,7 +11,9 @@ from rollplane.engines.vllm.policy import Policy
 from rollplane.errors import Conflict, EngineDied, EngineFailed, InvalidRequest
 from rollplane.protocol.admin import StagedWeights
 
-GOOD = StagedWeights(path="/good", digest="d", tensors=1, bytes=4, handle=[["model.safetensors", 4, 1, 1]])
+GOOD = StagedWeights(
+    path="/good", digest="d", tensors=1, bytes=4, handle={"stamps": [["model.safetensors", 4, 1, 1]], "skipped": []}
+)
 
 
 class FakeEngine:
