@@ -103,17 +103,23 @@ async def test_callers_that_hang_up_leave_nothing_running(url: str) -> None:
             found: int = (await http.get(f"{url}/health")).json()["running"]
             return found
 
+        async def kv_in_use() -> float:
+            page = (await http.get(f"{url}/metrics")).text
+            families = {family.name: family for family in text_string_to_metric_families(page)}
+            [sample] = families["vllm:kv_cache_usage_perc"].samples
+            return sample.value
+
         waiting = [
             asyncio.ensure_future(client.generate(prompt(variant=v), sampling_params=long, request_id=f"gone-{v}"))
             for v in range(30)
         ]
-        while await running_now() == 0:
+        while await running_now() == 0 or await kv_in_use() == 0:
             assert not any(task.done() for task in waiting)
         for task in waiting:
             task.cancel()
         await asyncio.gather(*waiting, return_exceptions=True)
         async with asyncio.timeout(2):
-            while await running_now():
+            while await running_now() or await kv_in_use():
                 pass
         # An id whose caller is gone is free again.
         await client.generate(prompt(variant=3), sampling_params=SAMPLING, request_id="gone-3")
