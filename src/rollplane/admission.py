@@ -139,7 +139,7 @@ def request_warnings(request: GenerateRequest, info: EngineInfo) -> list[str]:
 def _check_prompt(request: GenerateRequest, info: EngineInfo) -> None:
     check_token_ids(request.token_ids)
     tokens = request.prompt_tokens
-    high = int(request.token_ids.max())
+    high = int(np.maximum.reduce(request.token_ids))
     if high >= info.vocab_bound:
         bad = int(np.flatnonzero(request.token_ids >= info.vocab_bound)[0])
         raise InvalidRequest(

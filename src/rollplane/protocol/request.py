@@ -274,7 +274,7 @@ def check_token_ids(ids: np.ndarray[Any, Any]) -> Int32Array:
         raise InvalidRequest(f"token_ids must have one dimension, has {ids.ndim}", param="token_ids")
     if ids.size == 0:
         raise InvalidRequest("token_ids must not be empty", param="token_ids")
-    low, high = int(ids.min()), int(ids.max())
+    low, high = int(np.minimum.reduce(ids)), int(np.maximum.reduce(ids))
     if low < 0 or high > INT32_MAX:
         bad = int(np.flatnonzero((ids < 0) | (ids > INT32_MAX))[0])
         value = int(ids[bad])

@@ -69,8 +69,8 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
 
     def given(self) -> dict[str, Any]:
         """The fields that hold a value (neither omitted nor null)."""
-        fields = msgspec.structs.asdict(self)
-        return {name: value for name, value in fields.items() if value is not UNSET and value is not None}
+        fields = zip(self.__struct_fields__, msgspec.structs.astuple(self), strict=True)
+        return {name: value for name, value in fields if value is not UNSET and value is not None}
 
     @property
     def top_k_limit(self) -> int:

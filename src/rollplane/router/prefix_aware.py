@@ -183,8 +183,7 @@ class PrefixAware:
         seen, index = self._look(worker), self.index
         if index is None or not seen.comparable or seen.says_events or request.content_parts:
             return
-        keys, _ = self._keys(index, _Prompt(request), self._scope(request, seen))
-        index.assume(worker.url, keys)
+        index.assume(worker.url, self._hashed(index, request, self._scope(request, seen)))
 
     def learn(self, worker: RoutedWorker, batch: KvBatch) -> None:
         """See `Policy.learn` and `PrefixIndex.apply`."""
@@ -267,18 +266,21 @@ class PrefixAware:
         """The prompt's keys in a scope, and how many leading ones each worker has."""
         known = prompt.scopes.get(scope)
         if known is None:
-            request = prompt.request
-            salt_scope, adapter = scope
-            keys: list[int] = []
-            if not request.content_parts:  # raw media: the final prompt is not known here
-                keys = self._known.of(
-                    routing_tokens(request.token_ids, request.features or ()),
-                    block_tokens=index.block_tokens,
-                    salt=engine_salt(request.cache_salt, scope=salt_scope),
-                    adapter=adapter,
-                )
+            keys = self._hashed(index, prompt.request, scope)
             known = prompt.scopes[scope] = (keys, index.match(keys))
         return known
+
+    def _hashed(self, index: PrefixIndex, request: GenerateRequest, scope: _Scope) -> list[int]:
+        """The keys of a prompt in a scope; none of one with raw media, whose final form is not known here."""
+        if request.content_parts:
+            return []
+        salt_scope, adapter = scope
+        return self._known.of(
+            routing_tokens(request.token_ids, request.features or ()),
+            block_tokens=index.block_tokens,
+            salt=engine_salt(request.cache_salt, scope=salt_scope),
+            adapter=adapter,
+        )
 
     # -- load ------------------------------------------------------------------------------------------------------
 

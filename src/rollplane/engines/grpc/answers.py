@@ -16,6 +16,7 @@ from rollplane.protocol.arrays import Float32Array, Int32Array
 from rollplane.protocol.artifacts import LOGPROB_FLOOR, Alternatives, PromptLogprobs, TokenLogprobs
 from rollplane.protocol.events import ChoiceEvent, FinishReason, PromptEvent
 from rollplane.protocol.features import MediaItem
+from rollplane.protocol.invariants import is_one_each
 from rollplane.protocol.request import GenerateRequest
 
 _FINISH: Final[dict[int, FinishReason]] = {
@@ -107,7 +108,7 @@ class AnswerReader:
             if len(output.candidate_tokens) != count:
                 self._breach(f"{len(output.candidate_tokens)} candidate_tokens for {count} tokens")
             ids, tops, top_ranks, offsets = read_candidates(output.candidate_tokens)
-            if count and int(np.diff(offsets).min()) < 1:
+            if count and not is_one_each(offsets) and int(np.diff(offsets).min()) < 1:
                 self._breach(f"token {int(np.diff(offsets).argmin())} has no candidate")
             self.floored += floor(tops)
             alternatives = Alternatives(ids=ids, values=tops, ranks=top_ranks, offsets=offsets)
@@ -210,7 +211,7 @@ def int32s(field: Any) -> Int32Array:
     """
     wide = np.array(field, dtype=np.uint32) if len(field) else np.empty(0, dtype=np.uint32)
     narrow = wide.view(np.int32)
-    if narrow.size and int(narrow.min()) < 0:
+    if narrow.size and np.minimum.reduce(narrow) < 0:
         raise EngineProtocolError(f"the engine sent {int(wide.max())}, which does not fit int32")
     return narrow
 
@@ -222,6 +223,8 @@ def float32s(field: Any) -> Float32Array:
 
 def floor(values: Float32Array) -> int:
     """Put the floor where a value is not finite or below it, in place; how many stand at it (vLLM floors some itself)."""
+    if not values.size or (np.minimum.reduce(values) > LOGPROB_FLOOR and np.maximum.reduce(values) < np.inf):
+        return 0  # a NaN anywhere is the least and the largest, and compares as false
     bad = ~(values > LOGPROB_FLOOR) | (values == np.inf)
     values[bad] = LOGPROB_FLOOR
     return int(np.count_nonzero(bad))

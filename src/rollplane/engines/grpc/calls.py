@@ -1,7 +1,7 @@
 """One request as calls on the wire: one call per choice, unary or streaming, and the events they make."""
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from typing import Any
 
 import grpc.aio
@@ -115,20 +115,26 @@ class LiveCalls:
         if self._only is not None:
             self._only.cancel()
 
-    async def events(self) -> AsyncIterator[Event]:
-        """The request's events, in order."""
+    async def events(self) -> AsyncGenerator[Event, None]:
+        """The events of a request that streams, in order."""
         try:
-            if self.request.stream:
-                async for event in self._streamed():
-                    yield event
-            else:
-                for event in await self._whole():
-                    yield event
+            async for event in self._streamed():
+                yield event
             yield self._end()
         finally:
-            self.done.set()
-            for task in self._tasks:
-                task.cancel()
+            self._leave()
+
+    async def whole(self) -> list[Event]:
+        """The events of a request that does not stream, in order, once all are there."""
+        try:
+            return [*await self._whole(), self._end()]
+        finally:
+            self._leave()
+
+    def _leave(self) -> None:
+        self.done.set()
+        for task in self._tasks:
+            task.cancel()
 
     # -- whole answers -----------------------------------------------------------------------------------------------
 

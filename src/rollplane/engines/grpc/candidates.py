@@ -163,6 +163,6 @@ def _read_one_by_one(rows: Sequence[bytes]) -> Candidates:
 
 
 def _int32(values: Positions) -> Int32Array:
-    if values.size and int(values.max()) > INT32_MAX:
+    if values.size and np.maximum.reduce(values) > INT32_MAX:
         raise EngineProtocolError(f"the engine sent {int(values.max())}, which does not fit int32")
     return values.astype(np.int32)

@@ -1,9 +1,9 @@
 """Connections to one vLLM server: a pool of HTTP/2 channels, the least busy one for each call."""
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+import operator
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import grpc
 import grpc.aio
@@ -14,16 +14,27 @@ from rollplane.engines.grpc.settings import GrpcSettings
 from rollplane.errors import InvalidRequest
 
 Metadata = Sequence[tuple[str, str]]
+_CALLS: Final = operator.attrgetter("calls")
 
 
 class Lane:
-    """One channel with its stubs; `calls` are running on it."""
+    """One channel with its stubs; `calls` are running on it, one more while a block with it lasts."""
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.channel = channel
         self.inference = Stub(channel, INFERENCE, answers=answers_pb2.GenerateResponse)
         self.control = Stub(channel, CONTROL)
         self.calls = 0
+
+    def __repr__(self) -> str:
+        return f"<Lane {self.calls} calls>"
+
+    def __enter__(self) -> "Lane":
+        self.calls += 1
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        self.calls -= 1
 
 
 class ChannelPool:
@@ -66,15 +77,9 @@ class ChannelPool:
         """Metadata of a call: the token where it does not travel as call credentials, and `more`."""
         return (*self._metadata, *more)
 
-    @contextmanager
-    def lane(self) -> Iterator[Lane]:
-        """The connection with the fewest calls, counted while the block runs."""
-        lane = min(self._lanes, key=lambda each: each.calls)
-        lane.calls += 1
-        try:
-            yield lane
-        finally:
-            lane.calls -= 1
+    def lane(self) -> Lane:
+        """The connection with the fewest calls; a block with it counts as one."""
+        return min(self._lanes, key=_CALLS)
 
     async def close(self) -> None:
         """Close every connection; running calls end as cancelled."""

@@ -196,12 +196,15 @@ class GrpcEngine:
             logprobs_mode=self.info.capabilities.logprobs_mode,
         )
         self._live.setdefault(request.request_id, []).append(calls)
-        events = calls.events()
         try:
-            async for event in events:
-                yield event
+            if request.stream:
+                async with contextlib.aclosing(calls.events()) as events:
+                    async for event in events:
+                        yield event
+            else:
+                for event in await calls.whole():
+                    yield event
         finally:
-            await events.aclose()  # type: ignore[attr-defined]
             same = self._live[request.request_id]
             same.remove(calls)
             if not same:
