@@ -68,16 +68,18 @@ def prove(
     signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGTERM, _interrupt)  # so that `with` blocks end the workers on a plain kill, too
     try:
+        _check_json_file(json_file)
         if recompute:
             _again(out, json_file=json_file, console=console)
             return
-        _check_json_file(json_file)
         chosen = chosen_runs(run)
         if not run and not image_is_possible(vllm_env=vllm_env, vllm_rs=vllm_rs):
             chosen.remove("image")
             console.print("image: left out, vLLM's Rust server is not here (`make vllm-env`)", style="yellow")
         place = prepare(out.resolve(), chosen)
         named, python = engine_of(engine, vllm_python)
+        if engine == "auto" and named == "embedded" and {"dense", "lora"} & set(chosen):
+            console.print("dense, lora: over the embedded engine, vLLM is not here (`make vllm-env`)", style="yellow")
         images = partial(_images, vllm_env=vllm_env, vllm_rs=vllm_rs, seed=seed)
         runs = prove_all(
             chosen, place, engine=named, python=python, dtype=dtype, seed=seed, images=images, console=console
@@ -175,7 +177,8 @@ def prove_all(
         try:
             found.append(work[name](place / name))
         except RollplaneError as error:
-            found.append(Run(name=name, engine=engine, dtype=dtype, failures=[error.message]))
+            by = {"image": ("vllm-rs", "float32"), "moe": ("embedded", "bfloat16")}.get(name, (engine, dtype))
+            found.append(Run(name=name, engine=by[0], dtype=by[1], failures=[error.message]))
     return found
 
 
@@ -219,7 +222,9 @@ def engine_of(choice: EngineChoice, vllm_python: Path | None) -> tuple[EngineNam
         return "embedded", sys.executable
     if not python:
         raise InvalidRequest(
-            "vLLM is not installed here; name an interpreter that has it by --vllm-python", param="engine"
+            "vLLM is not installed here; `make vllm-env` makes an environment with it in .venv-vllm, --vllm-python names another's "
+            "interpreter",
+            param="engine",
         )
     return "vllm", python
 

@@ -1,0 +1,63 @@
+"""What the command says where vLLM is not here, and where it cannot write."""
+
+import json
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from rollplane.cli.main import app
+from rollplane.prove import command
+from rollplane.prove.record import Run, Step
+
+
+@pytest.fixture
+def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A working directory without any environment, and an interpreter without vLLM."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    return tmp_path
+
+
+def test_what_makes_vllm_is_named(bare: Path) -> None:
+    found = CliRunner().invoke(app, ["prove", "--run", "dense", "--engine", "vllm"])
+
+    assert found.exit_code == 1
+    assert "make vllm-env" in found.output
+    assert "--vllm-python" in found.output
+
+
+def test_a_proof_without_vllm_says_what_is_left_out_and_what_serves_instead(
+    bare: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def prove_all(names: list[str], place: Path, *, engine: str, **_: object) -> list[Run]:
+        step = Step(step=0, policy_version="v0", mismatch_kl=1e-4)
+        return [Run(name=name, engine=engine, dtype="bfloat16", steps=[step]) for name in names]
+
+    monkeypatch.setattr(command, "prove_all", prove_all)
+
+    found = CliRunner().invoke(app, ["prove", "--json", "proof.json"])
+
+    assert found.exit_code == 0, found.output
+    assert "image: left out" in found.output
+    assert "dense, lora: over the embedded engine, vLLM is not here" in found.output
+    runs = json.loads((bare / "proof.json").read_text())
+    assert [(run["name"], run["engine"]) for run in runs] == [(n, "embedded") for n in ("dense", "lora", "moe")]
+
+
+def test_a_run_that_breaks_off_is_told_by_its_own_engine(bare: Path) -> None:
+    found = CliRunner().invoke(app, ["prove", "--run", "image", "--json", "proof.json"])
+
+    assert found.exit_code == 1
+    assert "make vllm-env" in found.output
+    [run] = json.loads((bare / "proof.json").read_text())
+    assert (run["engine"], run["dtype"], run["passed"]) == ("vllm-rs", "float32", False)
+
+
+def test_a_file_that_cannot_be_written_is_refused_before_anything_is_computed(bare: Path) -> None:
+    (bare / "file").touch()
+
+    found = CliRunner().invoke(app, ["prove", "--recompute", "--json", "file/proof.json"])
+
+    assert found.exit_code == 1
+    assert "cannot be written" in found.output
