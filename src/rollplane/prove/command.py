@@ -85,7 +85,7 @@ def prove(
             chosen, place, engine=named, python=python, dtype=dtype, seed=seed, images=images, console=console
         )
     except RollplaneError as error:
-        console.print(f"proof failed: {error.message}", style="red", markup=False)
+        console.print(f"proof failed: {error.message}", style="red", markup=False, soft_wrap=True)
         raise typer.Exit(1) from error
     except KeyboardInterrupt:
         console.print("interrupted", style="red")
@@ -102,7 +102,7 @@ def prove(
     console.print(table_of(runs))
     for each in runs:
         for line in [*each.failures, *(f"step {s.step}: {f}" for s in each.steps for f in s.failures)]:
-            console.print(f"{each.name}: {line}", style="red", markup=False)
+            console.print(f"{each.name}: {line}", style="red", markup=False, soft_wrap=True)
     if not all(each.passed for each in runs):
         raise typer.Exit(1)
 
@@ -135,7 +135,7 @@ def _again(out: Path, *, json_file: Path | None, console: Console) -> None:
     console.print(body.decode(), markup=False, highlight=False, soft_wrap=True)
     other = differences(out, figures)
     for line in other:
-        console.print(line, style="red", markup=False)
+        console.print(line, style="red", markup=False, soft_wrap=True)
     console.print(f"{len(other)} figures differ from {out / REPORT}", markup=False, soft_wrap=True)
     if other:
         raise typer.Exit(1)

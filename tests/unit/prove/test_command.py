@@ -1,21 +1,25 @@
 """What the command says where vLLM is not here, and where it cannot write."""
 
+import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 from typer.testing import CliRunner
 
-from rollplane.cli.main import app
+from rollplane.cli.commands import app
 from rollplane.prove import command
 from rollplane.prove.record import Run, Step
 
 
 @pytest.fixture
 def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A working directory without any environment, and an interpreter without vLLM."""
+    """A working directory without any environment, and an interpreter without vLLM or plots."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(command.importlib.util, "find_spec", lambda name: None)
+    find = importlib.util.find_spec
+    monkeypatch.setattr(
+        importlib.util, "find_spec", lambda name: None if name in ("vllm", "matplotlib") else find(name)
+    )
     return tmp_path
 
 
