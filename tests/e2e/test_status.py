@@ -65,6 +65,17 @@ async def test_a_server_that_does_not_answer_is_an_error_and_no_empty_table() ->
         await show("http://127.0.0.1:1", key=None, once=True, as_json=False, interval_s=1.0)
 
 
+async def test_into_a_pipe_one_table_goes_as_nobody_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    drawn_on = io.StringIO()
+    monkeypatch.setattr("rollplane.cli.status.Console", lambda: Console(file=drawn_on, force_terminal=False, width=240))
+
+    async with fleet_of([MockSettings()]) as fleet:
+        shown = show(fleet.frontend.url, key=None, once=False, as_json=False, interval_s=1.0)
+        await asyncio.wait_for(shown, 20.0)
+
+    assert drawn_on.getvalue().count("initial") >= 1
+
+
 async def test_the_live_view_follows_the_fleet_and_a_server_that_goes_away(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -91,7 +91,7 @@ def demo(context: typer.Context) -> None:
 def status(
     url: Annotated[str, typer.Argument(help="Base URL of a frontend or a worker")] = "http://127.0.0.1:8000",
     key_file: Annotated[str | None, typer.Option(help="File whose first key is sent")] = None,
-    once: Annotated[bool, typer.Option("--once", help="Print one table and stop")] = False,
+    once: Annotated[bool, typer.Option("--once", help="Print one table and stop, as into a pipe")] = False,
     as_json: Annotated[bool, typer.Option("--json", help="Print one line of JSON and stop")] = False,
     interval_s: Annotated[float, typer.Option(help="Seconds between two looks", min=0.1)] = 1.0,
 ) -> None:

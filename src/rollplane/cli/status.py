@@ -136,7 +136,7 @@ def table_of(status: FleetStatus) -> Group:
 
 
 async def show(url: str, *, key: str | None, once: bool, as_json: bool, interval_s: float) -> None:
-    """Print the status once, or show it until interrupted.
+    """Print the status once, or, on a terminal, show it until interrupted.
 
     Raises:
         RollplaneError: the server does not answer (`once`); a live view says so and goes on.
@@ -146,7 +146,7 @@ async def show(url: str, *, key: str | None, once: bool, as_json: bool, interval
         if as_json:
             console.file.write(msgspec.json.encode(await look(transport)).decode() + "\n")
             return
-        if once:
+        if once or not console.is_terminal:  # a pipe or a file shows nothing live
             console.print(table_of(await look(transport)))
             return
         status = FleetStatus(url=url)
