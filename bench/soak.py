@@ -49,6 +49,8 @@ from rollplane.errors import RollplaneError
 GENERATE = "/inference/v1/generate"
 ADAPTER = "adapter"
 RELOAD_S, PAUSE_S, ABUSE_S, SAMPLE_S = 3.0, 17.0, 0.3, 5.0
+OVERTIME_S = 60.0
+"""How much longer a short soak on a busy machine goes on until it has done something of each kind."""
 SETTLE_S = 30.0
 GROWTH, GROWTH_BYTES = 0.10, 32 * 2**20
 CLIENT_ERRORS = frozenset({400, 404, 409, 413, 415, 422})
@@ -164,6 +166,14 @@ class Run:
         if not self.findings[text]:
             print(f"finding: {text}", file=sys.stderr, flush=True)
         self.findings[text] += 1
+
+    @property
+    def whole(self) -> bool:
+        """Whether rollouts were answered, weights and the adapter changed, and malformed bodies refused."""
+        refused = any(name.startswith("malformed 4") for name in self.answers)
+        return (
+            refused and self.answers["rollout ok"] > 10 and min(self.did["update keep"], self.did["adapter reload"]) > 0
+        )
 
     async def wait(self, seconds: float) -> bool:
         """Whether to go on after so long."""
@@ -462,6 +472,8 @@ async def soak(arguments: argparse.Namespace, files: Files) -> tuple[Run, dict[s
                     group.create_task(abuse(run, session))
                 group.create_task(sample(run, servers, started))
                 await asyncio.sleep(arguments.minutes * 60)
+                while not run.whole and time.monotonic() < started + arguments.minutes * 60 + OVERTIME_S:
+                    await run.wait(0.1)
                 run.stopping.set()
             seconds = time.monotonic() - started
         after = await settled(run, servers, before)
