@@ -41,7 +41,7 @@ from rollplane.server.ops import share_interpreter, spare_collector
 from rollplane.testing import make_request
 from rollplane.worker import Worker
 
-NAME = "policy"
+NAME = "step"
 BAR = 1.5
 PROMPT = list(range(300, 332))
 MODEL = {"layers": 6, "hidden_size": 512, "intermediate_size": 1024}

@@ -1,12 +1,14 @@
 """What workers cache, told over real sockets to frontends that place by it."""
 
 import asyncio
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import numpy as np
 import pytest
 from tests.e2e.fleets import WAIT_S, FleetUnderTest, MockWorker, fleet_of
+from tests.unit.rl.test_adapters import write_adapter
 
 from rollplane.engines.mock.settings import MockSettings
 from rollplane.engines.remote import RemoteEngine
@@ -93,6 +95,27 @@ async def test_a_frontend_places_by_what_workers_cached_before_it_was_there() ->
             response = await answer(under_test.router, make_request(prompt(0), max_tokens=2))
             assert response.served_by.worker == "worker-1"
         assert under_test.router.observed.cached_tokens == under_test.router.observed.predicted_tokens == 6 * 496
+
+
+async def test_the_second_request_of_an_adapters_prompt_is_predicted_to_be_cached_and_is(tmp_path: Path) -> None:
+    """Keys of blocks have the adapter's generation in them, on both sides the same."""
+    policy = PrefixAware()
+    adapter = write_adapter(tmp_path / "a")
+    async with fleet_of([MockSettings(), MockSettings()], policy=policy) as under_test:
+        await under_test.fleet.load_adapter("a", adapter)
+        cached, workers = [], set()
+        for _ in range(5):
+            response = await answer(under_test.router, make_request(prompt(0), max_tokens=2, fields={"model": "a"}))
+            cached.append(response.usage.cached_tokens)
+            workers.add(response.served_by.worker)
+            await told(under_test, policy)
+        assert cached == [0, 496, 496, 496, 496]
+        assert len(workers) == 1
+        observed = under_test.router.observed
+        assert observed.predicted_tokens == observed.cached_tokens == 4 * 496
+        base = await answer(under_test.router, make_request(prompt(0), max_tokens=2))
+        assert base.usage.cached_tokens == 0
+        assert observed.over_tokens == 0
 
 
 async def test_a_worker_whose_cache_is_reset_behind_the_frontend_is_not_taken_for_warm() -> None:

@@ -80,6 +80,8 @@ async def test_tensors_that_are_not_the_models_are_refused_unless_they_are_allow
         told = TensorMismatch(missing=2, unexpected=1, missing_names=["a", "b"], unexpected_names=["c"])
         assert (report.ignored, report.applied) == (told, True)
         assert await versions_of(client, 4) == {"v1"}
+        async with aiohttp.ClientSession() as session, session.get(f"{fleet.workers[0].url}/metrics") as metrics:
+            assert 'rollplane_weights_mismatched_tensors{kind="missing"} 2.0' in await metrics.text()
         assert sum("not the model's in all tensors" in record.message for record in caplog.records) == 2
         assert (await admin.update_policy(str(path), allow_tensors=("missing", "unexpected"))).applied is False
     async with fleet_of([MockSettings()]) as fleet, AdminClient(fleet.workers[0].url) as one:

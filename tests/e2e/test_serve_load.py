@@ -3,9 +3,11 @@
 import asyncio
 import os
 import signal
+import time
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import pytest
 from tests.e2e.test_fleet_processes import children, serving
 
@@ -38,6 +40,32 @@ async def test_five_hundred_requests_at_once_are_all_answered(tmp_path: Path) ->
     assert {len(tokens(answer)) for answer in answers} == {24}
     assert len({answer.served_by.instance for answer in answers}) == 2
     assert [tokens(answer) for answer in again] == [tokens(answers[i]) for i in range(0, REQUESTS, 50)]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("seconds", [3, pytest.param(60, marks=pytest.mark.full)])
+async def test_twice_the_load_that_can_be_served_waits_and_nobody_is_turned_away(seconds: int, tmp_path: Path) -> None:
+    """Without a limit that was configured; `test_fleet_limits.py` has those."""
+    slots, steps, step_s = 4, 8, 0.05  # two workers: 20 requests a second
+    rate = 2 * 2 * slots / (steps * step_s)
+    options = [*SERVE, "--engine-option", f"step_s={step_s}", "--engine-option", f"max_num_seqs={slots}"]
+    body = {"token_ids": [5, 6], "sampling_params": {"max_tokens": steps, "ignore_eos": True}}
+    statuses: list[int] = []
+    async with serving(*options, log=tmp_path / "log") as (_, url), aiohttp.ClientSession() as session:
+
+        async def post() -> None:
+            async with session.post(f"{url}/inference/v1/generate", json=body) as answer:
+                await answer.read()
+                statuses.append(answer.status)
+
+        began = time.monotonic()
+        async with asyncio.TaskGroup() as group:
+            for i in range(int(rate * seconds)):
+                await asyncio.sleep(max(0.0, began + i / rate - time.monotonic()))
+                group.create_task(post())
+        took = time.monotonic() - began
+    assert statuses == [200] * int(rate * seconds)
+    assert took > 1.5 * seconds, "that was no overload"
 
 
 @pytest.mark.timeout(120)

@@ -23,7 +23,7 @@ from typing import Final, Literal
 from rollplane.engines.base import WeightReceiver
 from rollplane.errors import Conflict, EngineFailed, RollplaneError, Unavailable
 from rollplane.identity import CacheScope
-from rollplane.protocol.admin import PauseMode, PauseReport, ResumeReport, StagedWeights
+from rollplane.protocol.admin import PauseMode, PauseReport, ResumeReport, StagedWeights, TensorMismatch
 from rollplane.rl.operations import Operations
 from rollplane.rl.versions import VersionSequence
 
@@ -74,6 +74,8 @@ class PolicyTable:
         self.sequence = VersionSequence(receiver.policy_version)
         self.scope = CacheScope(receiver.policy_version, life=life)
         self.digest: str | None = None
+        self.ignored: TensorMismatch | None = None
+        """Where the checkpoint of the weights in place was allowed to differ from the model."""
         self.paused_by_caller = found == "paused"
         self._state: PolicyState = found
         self._since = clock()
@@ -357,9 +359,10 @@ class PolicyTable:
                 f"the engine says version {self.receiver.policy_version!r} after an update to {version!r}"
             )
 
-    def _took(self, version: str, *, digest: str | None) -> None:
+    def _took(self, version: str, *, digest: str | None, ignored: TensorMismatch | None = None) -> None:
         """New weights are in place and verified."""
         self.digest = digest
+        self.ignored = ignored
         self._staged.clear()
         self.sequence.advance(version)
         self.scope.renew(version)

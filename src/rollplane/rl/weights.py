@@ -228,7 +228,7 @@ class PolicyControl(PolicyTable):
         except BaseException:
             self._enter("failed")
             raise
-        self._took(version, digest=staged.digest)
+        self._took(version, digest=staged.digest, ignored=staged.ignored)
 
 
 def _told(staged: StagedWeights) -> StagedWeights:

@@ -4,6 +4,7 @@ from typing import Any
 
 from prometheus_client import CollectorRegistry, Gauge
 
+from rollplane.protocol.admin import TensorMismatch
 from rollplane.worker import Worker
 
 
@@ -14,6 +15,12 @@ class PolicyMetrics:
         to: dict[str, Any] = {"registry": registry}
         adapter: dict[str, Any] = {"labelnames": ["adapter", "generation", "state"], **to}
         self.state_age = Gauge("rollplane_policy_state_age_seconds", "Age of the policy's state", ["state"], **to)
+        self.mismatch = Gauge(
+            "rollplane_weights_mismatched_tensors",
+            "Tensors in which the checkpoint in place was allowed to differ from the model",
+            ["kind"],
+            **to,
+        )
         self.generations = Gauge("rollplane_adapter_generations", "Adapter generations in the engine", ["state"], **to)
         self.slots = Gauge("rollplane_adapter_slots", "Adapter generations that fit at once", **to)
         self.leases = Gauge("rollplane_adapter_leases", "Requests that use a generation now", **adapter)
@@ -31,6 +38,9 @@ class PolicyMetrics:
         if worker.policy is not None:
             self.state_age.clear()
             self.state_age.labels(state=worker.policy.state).set(worker.policy.state_age_s)
+            ignored = worker.policy.ignored or TensorMismatch()
+            self.mismatch.labels(kind="missing").set(ignored.missing)
+            self.mismatch.labels(kind="unexpected").set(ignored.unexpected)
         if worker.broadcast is not None:
             self.group.clear()
             self.group.labels(state=worker.broadcast.state).set(worker.broadcast.state_age_s)

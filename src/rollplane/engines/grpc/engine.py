@@ -6,6 +6,7 @@ adapters are the server's; replacing weights from a checkpoint directory is not 
 
 import asyncio
 import contextlib
+import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from pathlib import Path
@@ -87,6 +88,8 @@ class GrpcEngine:
         self._kv_events: ZmqKvEvents | None = None
         self._closing = False
         self._trouble: str | None = None
+        self._seen: frozenset[tuple[int, int]] = frozenset()
+        self._moved_at = 0.0
         self._watcher: asyncio.Task[None] | None = None
         self._stuck_adapters: set[str] = set()
 
@@ -225,12 +228,17 @@ class GrpcEngine:
         return len(found)
 
     async def health(self) -> EngineHealth:
-        """The last health that was seen, at most `HEALTH_PERIOD_S` + `HEALTH_TIMEOUT_S` old."""
+        """The last health that was seen, at most `HEALTH_PERIOD_S` + `HEALTH_TIMEOUT_S` old.
+
+        A server answers probes though the engine behind it hangs; what tells is that no token comes. It cannot be told
+        while a unary call is open, whose tokens come at its end.
+        """
         state = self._state()
         return EngineHealth(
             alive=state not in ("failed", "stopped", "starting"),
             state=state,
             running=sum(len(calls.ids) for calls in self._all_live()),
+            last_progress_s=self._without_progress_s(state),
             reason=self._trouble,
             counters={"stuck_adapters": len(self._stuck_adapters)},
         )
@@ -425,6 +433,14 @@ class GrpcEngine:
         """In a thread: it reads every byte."""
         identify(items)
         check_features(items, self._media)
+
+    def _without_progress_s(self, state: EngineState) -> float:
+        """Seconds since a look first found the tokens that are there now, of streams alone; else 0."""
+        live, now = self._all_live(), time.monotonic()
+        seen = frozenset((id(tracker), tracker.tokens) for calls in live for tracker in calls.trackers)
+        if seen != self._seen or state != "ready" or not all(calls.streams for calls in live):
+            self._seen, self._moved_at = seen, now
+        return now - self._moved_at if live else 0.0
 
     def _all_live(self) -> list[LiveCalls]:
         return [calls for same in self._live.values() for calls in same]
