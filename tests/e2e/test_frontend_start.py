@@ -163,6 +163,25 @@ async def test_the_wait_ends_with_the_deadline_the_hold_limit_or_the_caller() ->
         await start.waiting(0)
 
 
+@pytest.mark.parametrize("named", [True, False])
+async def test_a_request_that_may_be_of_any_fleet_is_ended_once(named: bool) -> None:
+    models = Models({name: Router(Fleet(), name=name) for name in ("default", "frozen")})
+    frontend = serve_frontend(models, models.default.fleet)
+    await frontend.start()
+    try:
+        async with Client(frontend.url, attempts=1) as client:
+            asked = client.generate([5, 6], sampling_params=SAMPLING, model="teacher", request_id="a")
+            waiting = asyncio.create_task(asked)
+            await until(lambda: all(sum(router.queue.waiting.values()) == 1 for router in models.routers.values()))
+            assert await (models.abort("a") if named else models.abort_all()) == 1
+            with pytest.raises(Cancelled):
+                await waiting
+            assert await models.abort("a") == 0
+    finally:
+        await frontend.kill()
+        await models.close()
+
+
 async def test_one_fleet_serves_while_another_was_not_reached() -> None:
     worker = MockWorker(MockSettings(model="teacher"))
     await worker.start()

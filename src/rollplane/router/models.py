@@ -30,6 +30,9 @@ class Models:
     def __init__(self, routers: Mapping[str, Router]) -> None:
         self.routers = dict(routers)
         self.default = next(iter(self.routers.values()))
+        waiting = self.default.unknowing
+        for router in self.routers.values():
+            router.unknowing = waiting  # a request that may be any fleet's waits for all of them, and is one request
 
     def __repr__(self) -> str:
         return f"<Models {', '.join(f'{name}: {router!r}' for name, router in self.routers.items())}>"

@@ -59,8 +59,8 @@ class Unknowing:
                 del self._aborted[request_id]
 
     def abort(self, request_id: str) -> int:
-        """End the waits for a request; 1 where there were any."""
-        callers = self._aborted.get(request_id, [])
+        """End the waits for a request; 1 where there were any that had not been ended yet."""
+        callers = [aborted for aborted in self._aborted.get(request_id, ()) if not aborted.is_set()]
         for aborted in callers:
             aborted.set()
         return 1 if callers else 0

@@ -130,6 +130,8 @@ class PrefixAware:
         index = self.index
         cached = self._cached(index, prompt, seens) if index is not None and _reads_cache(request) else {}
         left = {worker.url for worker, by in self._slowdowns.items() if by >= LEAVES_AT}
+        if left and all(seen.url in left for seen in seens):
+            left = set()  # there is none to leave for
         if left:
             cached = {url: tokens for url, tokens in cached.items() if url not in left}
         pending = {} if index is None else index.pending_tokens()

@@ -108,7 +108,7 @@ class Router:
         self._caches = CacheFollowers(self.policy, on_learn=self._turns.learned)
         self._workers: dict[str, RoutedWorker] = {}
         self._placed: dict[str, Placement] = {}
-        self._unknowing = Unknowing()
+        self.unknowing = Unknowing()
         self._live = LiveRequests(RoutedRequests(self))
         self._closing = False
 
@@ -218,7 +218,7 @@ class Router:
         """End a request, wherever it is: on its worker, or held here (then without tokens)."""
         placement = self._placed.get(request_id)
         if placement is None:
-            return self._unknowing.abort(request_id)
+            return self.unknowing.abort(request_id)
         if placement.worker is None:
             placement.aborted = True
             placement.wake()
@@ -227,7 +227,7 @@ class Router:
 
     async def abort_all(self) -> int:
         """End every request that this frontend has placed or holds; how many there were."""
-        unknowing = self._unknowing.abort_all()
+        unknowing = self.unknowing.abort_all()
         return unknowing + sum(await asyncio.gather(*(self.abort(request_id) for request_id in list(self._placed))))
 
     async def render_media(self, body: RenderBody, *, model: str | None = None) -> Rendered:
@@ -400,7 +400,7 @@ class Router:
             return self.fleet.info
         limit = time.monotonic() + (self.settings.hold_limit_s if deadline_s is None else deadline_s)
         who = {"traffic": traffic_class, "caller": caller, "model": model}
-        with self.queue.outside(**who), self._unknowing.waits(request_id) as aborted:
+        with self.queue.outside(**who), self.unknowing.waits(request_id) as aborted:
             while True:
                 if aborted.is_set():
                     raise Cancelled("the request was aborted before a worker was reached")

@@ -121,6 +121,18 @@ async def test_sessions_stay_while_balanced_and_drain_from_a_slow_worker() -> No
     assert max(worker.sequences for worker in workers) / (128 / 4) < 1.6
 
 
+async def test_a_slow_worker_keeps_its_cache_where_there_is_none_to_leave_for() -> None:
+    workers, policy = await routed(5), PrefixAware(clock=FakeClock())
+    for worker, pace_s in zip(workers, (1.0, 1.0, 1.0, 5.0, 5.0), strict=True):
+        for _ in range(3):
+            worker.pace.add(pace_s, tokens=100, now=policy._clock())
+    slow = workers[4]
+    for asked in (workers, workers[3:]):
+        policy.order(make_request(prompt(0)), asked)
+        policy.placed(make_request(prompt(0)), slow)
+        assert (policy.order(make_request(prompt(0)), asked)[0] is slow) == (asked is not workers)
+
+
 async def test_a_new_generation_or_process_is_noticed_at_the_next_choice_whatever_the_events_say() -> None:
     """The index forgets though no event ever says that the cache is gone."""
     workers, policy = await routed(4), PrefixAware()
