@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 
 from rollplane.admission import resolve_max_tokens
+from rollplane.engines.grpc.packed import extend_field
 from rollplane.engines.grpc.proto import inference_pb2 as pb
 from rollplane.engines.grpc.struct_json import write_struct
 from rollplane.errors import InvalidRequest, PayloadTooLarge
@@ -116,7 +117,7 @@ def to_wire(
         session_id=request.options.session_id,
         lora_name=request.adapter,
     )
-    wire.token_ids.ids.extend(request.token_ids.tolist())  # in place: a message that is given is copied
+    extend_field(wire.token_ids, "ids", request.token_ids)  # in place: a message that is given is copied
     _add_kv(wire, request)
     for item in request.features or ():
         wire.media.append(features_item(item, adapter=request.adapter))
