@@ -8,11 +8,9 @@ from tests.real.processes import DYNAMO_ENV, VLLM_ENV, VLLM_RS
 from rollplane.demo.image.run import KL_LIMIT, PREVIOUS_RATIO, run_image
 
 
+@pytest.mark.full
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(
-    "dynamo_env",
-    [pytest.param(None, id="rollplane"), pytest.param(DYNAMO_ENV, id="dynamo", marks=pytest.mark.full)],
-)
+@pytest.mark.parametrize("dynamo_env", [None, DYNAMO_ENV], ids=["rollplane", "dynamo"])
 def test_a_policy_that_sees_learns_colours_and_every_step_passes(tmp_path: Path, dynamo_env: Path | None) -> None:
     report = run_image(tmp_path / "run", vllm_env=VLLM_ENV, vllm_rs=VLLM_RS, dynamo_env=dynamo_env)
 
