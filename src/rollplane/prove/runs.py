@@ -5,7 +5,9 @@ import time
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 import torch
+from prometheus_client.parser import text_string_to_metric_families
 
 from rollplane.client.admin import AdminClient
 from rollplane.client.client import Client
@@ -95,7 +97,7 @@ def run_adapters(out: Path, *, engine: EngineName, python: str, dtype: str, seed
         async with Client(url, timeout_s=REQUEST_TIMEOUT_S) as client, AdminClient(url) as admin:
             for step in range(STEPS + 1):
                 version, began = f"v{step}", time.monotonic()
-                failures, seconds = await swap(client, admin, root / version, step)
+                failures, seconds = await swap(client, admin, root / version, step, url=url)
                 rollouts = await sample(client, step, seed=seed, model=ADAPTER)
                 rollouts.save(out / f"step-{step}.npz")
                 previous_kl = None
@@ -128,8 +130,12 @@ def run_adapters(out: Path, *, engine: EngineName, python: str, dtype: str, seed
     return run
 
 
-async def swap(client: Any, admin: Any, path: Path, step: int) -> tuple[list[str], float]:
-    """Load an adapter while a long request runs on the generation before; what went wrong, and how long the load took."""
+async def swap(client: Any, admin: Any, path: Path, step: int, *, url: str) -> tuple[list[str], float]:
+    """Load an adapter while a long request runs on the generation before; what went wrong, and how long the load took.
+
+    When the name flipped is the worker's word: beside an engine that takes every core, a reader here may see the answer of the
+    load, and the tokens, seconds after they were sent.
+    """
     if not step:
         began = time.monotonic()
         await admin.load_adapter(ADAPTER, str(path), step=step)
@@ -137,21 +143,17 @@ async def swap(client: Any, admin: Any, path: Path, step: int) -> tuple[list[str
     failures: list[str] = []
     sampling = {"max_tokens": LONG_TOKENS, "ignore_eos": True, "seed": step, "logprobs": 0}
     tokens, opened = 0, time.monotonic()
-
-    async def load() -> tuple[Any, float]:
-        began = time.monotonic()
-        return await admin.load_adapter(ADAPTER, str(path), step=step), time.monotonic() - began
-
     async with client.stream(prompts_of(0, seed=0)[0], sampling_params=sampling, model=ADAPTER) as stream:
         deltas = stream.__aiter__()
         tokens += len((await anext(deltas)).token_ids)
-        loading = asyncio.create_task(load())
+        began = time.monotonic()
+        loading = asyncio.create_task(admin.load_adapter(ADAPTER, str(path), step=step))
         async for delta in deltas:
             tokens += len(delta.token_ids)
         ran = time.monotonic() - opened
-        record, seconds = await loading
+        record = await loading
         response = stream.response
-    # By their times, not by which ended first: a reader that does not run for a while sees many tokens at once.
+    seconds = max(await ready_at(url, record.generation) - began, 0.0)
     if seconds > ran / 2:
         failures.append(f"the load took {seconds:.2f} s beside a request of {ran:.2f} s: it waited for it")
     if tokens != LONG_TOKENS:
@@ -160,6 +162,22 @@ async def swap(client: Any, admin: Any, path: Path, step: int) -> tuple[list[str
     if generation is None or generation >= record.generation:
         failures.append(f"the long request ended on generation {generation}, it began before {record.generation}")
     return failures, seconds
+
+
+async def ready_at(url: str, generation: int) -> float:
+    """When a worker began to serve a generation of the adapter, by this process's `time.monotonic`.
+
+    Raises:
+        EngineProtocolError: its metrics do not say.
+    """
+    async with aiohttp.ClientSession() as session, session.get(f"{url}/metrics") as answered:
+        text, now = await answered.text(), time.monotonic()
+    for family in text_string_to_metric_families(text):
+        for sample in family.samples:
+            asked = sample.labels.get("generation") == str(generation) and sample.labels.get("state") == "ready"
+            if sample.name == "rollplane_adapter_state_age_seconds" and asked:
+                return now - sample.value
+    raise EngineProtocolError(f"the worker's metrics do not say how long it has served generation {generation}")
 
 
 def with_adapter(base: Path, path: Path, rollouts: Rollouts) -> float:
