@@ -1,5 +1,6 @@
 """An engine over a tiny model, and short ways to ask it."""
 
+import asyncio
 from collections.abc import AsyncIterator, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -12,6 +13,7 @@ from rollplane.engines.vllm.settings import VllmSettings
 from rollplane.protocol.response import GenerateResponse
 from rollplane.testing import answer, make_request
 
+BEGIN_AGAIN_S = 60.0
 ENGINE_ARGS = (
     "--enforce-eager",
     "--block-size",
@@ -47,7 +49,8 @@ class LastingEngine(VllmEngine):
         if self._api is None:
             await super().start()
         else:
-            await self.begin_again()
+            async with asyncio.timeout(BEGIN_AGAIN_S):
+                await self.begin_again()
 
     async def begin_again(self) -> None:
         """No request, no adapter, no group, the first weights, running."""

@@ -175,10 +175,18 @@ def check_values(checkpoint: Checkpoint, *, tied: bool, param: str = "model_path
 def check_adapter_fits(shapes: dict[str, list[int]], loaded: Checkpoint) -> None:
     """Hold an adapter's factors to the modules they change, where the checkpoint names those modules alike.
 
+    A factor of `layers.0.elsewhere.k_proj`, where the checkpoint's `k_proj` are all of `self_attn`, would be loaded and change
+    nothing. Modules whose last name the checkpoint does not have are left to vLLM, which may know them by another.
+
     Raises:
-        InvalidRequest: a factor whose width is not its module's; by name.
+        InvalidRequest: a factor of no module of this model, or whose width is not its module's; by name.
     """
+    places = {_place(name) for name in loaded.tensors}
+    last = {place.rsplit(".", 2)[-2] for place in places if "." in place}
     for name, shape in shapes.items():
+        place = _place(name.replace(".lora_A.", ".").replace(".lora_B.", "."))
+        if place not in places and "." in place and place.rsplit(".", 2)[-2] in last:
+            raise InvalidRequest(f"adapter tensor {name} is of no module of this model", param="lora_path")
         module = name.removeprefix("base_model.model.")
         a_side = ".lora_A." in module
         base = loaded.tensors.get(module.replace(".lora_A.", ".").replace(".lora_B.", "."))
@@ -190,6 +198,13 @@ def check_adapter_fits(shapes: dict[str, list[int]], loaded: Checkpoint) -> None
                 f"adapter tensor {name} has shape {shape}, its module's weight has {list(base.shape)}",
                 param="lora_path",
             )
+
+
+def _place(name: str) -> str:
+    """A tensor's name after its last number: `self_attn.k_proj.weight`, whatever the layer and what stands before it."""
+    parts = name.split(".")
+    numbers = [i for i, part in enumerate(parts) if part.isdigit()]
+    return ".".join(parts[numbers[-1] + 1 :] if numbers else parts[-2:])
 
 
 def embedding_rows(loaded: Checkpoint) -> int | None:

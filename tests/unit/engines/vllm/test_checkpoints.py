@@ -112,6 +112,17 @@ def test_an_adapter_is_as_wide_as_its_module(tmp_path: Path) -> None:
             check_adapter_fits({**fits, name: shape}, loaded)
 
 
+def test_an_adapter_of_modules_that_are_elsewhere_in_the_model_is_refused(tmp_path: Path) -> None:
+    names = ("model.layers.0.self_attn.k_proj", "model.layers.0.mlp.experts.0.gate_proj", "model.visual.merger.mlp.0")
+    save_torch({f"{name}.weight": torch.zeros(4, 4) for name in names}, tmp_path / "model.safetensors")
+    loaded = read_checkpoint(str(tmp_path))
+    known = (*names, "model.layers.7.mlp.experts.9.gate_proj", "lm_head", "model.layers.0.self_attn.qkv_proj")
+    check_adapter_fits({f"base_model.model.{name}.lora_A.weight": [2, 4] for name in known}, loaded)
+    for module in ("model.layers.0.elsewhere.k_proj", "model.layers.0.self_attn.gate_proj"):
+        with pytest.raises(InvalidRequest, match=rf"{module}\.lora_B\.weight is of no module of this model"):
+            check_adapter_fits({f"base_model.model.{module}.lora_B.weight": [4, 2]}, loaded)
+
+
 def test_the_digest_is_that_of_the_same_tensors_in_memory(tmp_path: Path) -> None:
     """A trainer that sends weights and a worker that reads them from disk must know them by one name."""
     tensors = {
