@@ -199,7 +199,9 @@ class OverVllmRs(ControlMachine):
 def test_a_worker_over_the_server_under_every_order_of_calls(
     server: processes.Server, root: Path, adapters: list[str]
 ) -> None:
-    kind = VllmRsKind([str(shared_model("qwen3"))], adapters, bad_adapters=bad_adapters(root / "bad", adapters[0]))
+    # The server tells no names of modules: an adapter of others is loaded and changes nothing (`docs/engines.md`).
+    bad = [path for path in bad_adapters(root / "bad", adapters[0]) if Path(path).name != "module"]
+    kind = VllmRsKind([str(shared_model("qwen3"))], adapters, bad_adapters=bad)
     kind.target = server.grpc_target
     run_machine(OverVllmRs, kind, examples=4, steps=20)
 
