@@ -5,8 +5,9 @@ meaning. A field that has no meaning here is refused by name. Prompts are texts 
 tokens is in `rollplane.server.text`.
 """
 
+import contextlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from types import MappingProxyType
 from typing import Any, Final
 
@@ -222,12 +223,8 @@ def own_names(body: EvaluationBody) -> dict[str, str]:
 
 
 def _read(body: bytes, kind: type[Any], *, drop_unknown: bool) -> Any:
-    try:
+    with _refusals():
         tree = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"the body is not JSON: {error}") from None
-    except RecursionError:
-        raise InvalidRequest("the body is nested too deeply") from None
     if not isinstance(tree, dict):
         raise InvalidRequest("the body must be an object")
     names = kind.__struct_fields__
@@ -245,12 +242,8 @@ def _read(body: bytes, kind: type[Any], *, drop_unknown: bool) -> Any:
     ):
         if name in tree and name in names:
             check_opaque(tree[name], param=name)
-    try:
+    with _refusals():
         found = msgspec.convert({name: tree[name] for name in tree if name in names}, kind, strict=True, str_keys=True)
-    except msgspec.ValidationError as error:
-        raise _named(invalid_from_msgspec(error, root="")) from None
-    except RecursionError:
-        raise InvalidRequest("the body is nested too deeply") from None
     _check_common(found)
     return found
 
@@ -267,8 +260,15 @@ def read_fields(body: bytes, kind: type[Any]) -> Any:
     Raises:
         InvalidRequest: naming the field.
     """
-    try:
+    with _refusals():
         return msgspec.json.decode(body, type=kind)
+
+
+@contextlib.contextmanager
+def _refusals() -> Iterator[None]:
+    """What msgspec says of a body, as our error."""
+    try:
+        yield
     except msgspec.ValidationError as error:
         raise _named(invalid_from_msgspec(error, root="")) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:

@@ -128,8 +128,7 @@ class OwnersQueue(FairQueue):
             if not call.done():
                 return None
             made = self._calls[waiter] = _Call(call.result())
-            again = self._ask(request, ends=None, runs=True)
-            made.keeping = asyncio.create_task(self._keep(waiter, made, again), name="let in by the owner")
+            made.keeping = asyncio.create_task(self._keep(waiter, made, request), name="let in by the owner")
             self.running += waiter.sequences
             return waiter
         finally:
@@ -146,16 +145,16 @@ class OwnersQueue(FairQueue):
         self._untold.discard(waiter)
         self.running -= waiter.sequences
 
-    async def _keep(self, waiter: Waiter, call: _Call, ask: Ask) -> None:
+    async def _keep(self, waiter: Waiter, call: _Call, request: GenerateRequest) -> None:
         """Wait for the end of the owner, and tell the next one; for as long as the request runs."""
-        body = msgspec.json.encode(ask)
         while True:
             with contextlib.suppress(aiohttp.ClientError, OSError):
                 await call.answer.content.read()
             self._untold.add(waiter)
+            ask = self._ask(request, ends=None, runs=True)
             while waiter in self._untold:
                 try:
-                    call.answer = await self._call(body)
+                    call.answer = await self._call(ask)
                     self._untold.discard(waiter)
                 except RollplaneError:
                     await asyncio.sleep(RETRY_S)
@@ -178,17 +177,18 @@ class OwnersQueue(FairQueue):
             try:
                 if self._untold:
                     raise TransportError("the owner of the queue is gone and does not know yet what runs")
-                return await self._call(msgspec.json.encode(self._ask(request, ends=ends)))
+                return await self._call(self._ask(request, ends=ends))
             except TransportError as error:
                 if time.monotonic() >= limit:
                     raise owner_gone(error) from None
             await asyncio.sleep(RETRY_S)
 
-    async def _call(self, body: bytes) -> aiohttp.ClientResponse:
+    async def _call(self, ask: Ask) -> aiohttp.ClientResponse:
         url = f"http://process-{OWNER}{self._path}"
         answer: aiohttp.ClientResponse | None = None
         try:
-            answer = await self._crew.session(OWNER).post(url, data=body, timeout=aiohttp.ClientTimeout(total=None))
+            body, unlimited = msgspec.json.encode(ask), aiohttp.ClientTimeout(total=None)
+            answer = await self._crew.session(OWNER).post(url, data=body, timeout=unlimited)
             if answer.status != 200:
                 raise error_from_answer(answer.status, await answer.read(), answer.headers, url=url)
             if await answer.content.readexactly(len(ADMITTED)) != ADMITTED:

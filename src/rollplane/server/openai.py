@@ -65,7 +65,6 @@ class Asked:
         self.texts = texts
         self.stream_options = body.stream_options
         self.field = "messages" if style.chat else "prompt"
-        self.names = own_names(body)
 
     def __repr__(self) -> str:
         return f"<Asked {self.style.response_id}, {len(self.requests)} prompts>"
@@ -101,7 +100,7 @@ async def _serve(request: Request, *, chat: bool) -> ASGIApp:
                 asked.texts,
                 options=asked.stream_options,
                 field=asked.field,
-                names=asked.names,
+                names=names,
                 arrived=arrived,
             )
         with service.one_in_flight():

@@ -8,7 +8,6 @@ import asyncio
 from collections.abc import Mapping
 from typing import Any
 
-import structlog
 from starlette.types import Send
 
 from rollplane.errors import EngineProtocolError
@@ -28,8 +27,6 @@ from rollplane.server.openai_answers import Style, content_of, encode, ending, l
 from rollplane.server.service import Service
 from rollplane.server.streamed import StreamedAnswer, Taken
 from rollplane.server.text import TextModel
-
-log = structlog.get_logger("rollplane.server")
 
 
 class ChoiceText:

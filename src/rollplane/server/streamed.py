@@ -12,13 +12,14 @@ from typing import Final
 import structlog
 from starlette.types import Receive, Scope, Send
 
-from rollplane.errors import RollplaneError, TransportError
+from rollplane.errors import RollplaneError
 from rollplane.protocol.arrays import Int32Array
 from rollplane.protocol.artifacts import TokenLogprobs
 from rollplane.protocol.events import ChoiceEvent
 from rollplane.protocol.response import Choice
 from rollplane.server.engine_calls import is_big, stream_answer
 from rollplane.server.error_responses import as_rollplane_error, error_event, error_response
+from rollplane.server.pieces import send_pieces
 from rollplane.server.service import Service
 
 DONE: Final = b"data: [DONE]\n\n"
@@ -167,12 +168,7 @@ class StreamedAnswer(ABC):
         Raises:
             TransportError: the reader took nothing for too long.
         """
-        limit_s = self._service.settings.write_stall_s
-        try:
-            async with asyncio.timeout(limit_s):
-                await send({"type": "http.response.body", "body": body, "more_body": more})
-        except TimeoutError:
-            raise TransportError(f"the reader took nothing for {limit_s:g} s") from None
+        await send_pieces(send, [body], stall_s=self._service.settings.write_stall_s, more=more)
 
     def _time_first_token(self, event: ChoiceEvent) -> None:
         if not self._first_token_seen and event.token_ids.size:
