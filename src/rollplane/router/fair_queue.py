@@ -147,8 +147,8 @@ class FairQueue:
             Overloaded: too many wait already.
             DeadlineExceeded: there was no room in time.
         """
-        name = self._class_of(request.options.traffic_class)
-        waiter = Waiter(request.sampling.choices, traffic=name, caller=request.caller, model=request.model)
+        waiter = self._waiter(request)
+        name = waiter.traffic
         if not any(self._waiting.values()) and self._has_room(waiter):
             self._start(waiter)
             self.counts.waited_s(name, 0.0)
@@ -185,8 +185,7 @@ class FairQueue:
 
     def let_in(self, request: GenerateRequest) -> Waiter:
         """Count a request that runs already, whatever the limits say; what `leave` takes back."""
-        name = self._class_of(request.options.traffic_class)
-        waiter = Waiter(request.sampling.choices, traffic=name, caller=request.caller, model=request.model)
+        waiter = self._waiter(request)
         self._start(waiter)
         return waiter
 
@@ -203,6 +202,10 @@ class FairQueue:
         self._start_next()
 
     # -- inside ---------------------------------------------------------------------------------------------------------
+
+    def _waiter(self, request: GenerateRequest) -> Waiter:
+        traffic = self._class_of(request.options.traffic_class)
+        return Waiter(request.sampling.choices, traffic=traffic, caller=request.caller, model=request.model)
 
     def _class_of(self, traffic: str | None) -> str:
         name = traffic or DEFAULT_CLASS

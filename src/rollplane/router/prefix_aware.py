@@ -113,6 +113,8 @@ class PrefixAware:
         self._known = KnownKeys()
         self._slowdowns: dict[RoutedWorker, float] = {}
         self._slowdowns_until = 0.0
+        self._left: set[str] = set()
+        """The workers that are so slow that nothing holds their sessions and groups."""
         self._turn = 0
 
     def __repr__(self) -> str:
@@ -129,7 +131,7 @@ class PrefixAware:
         cap = max(mean * settings.load_factor, mean + slack) - sequences
         index = self.index
         cached = self._cached(index, prompt, seens) if index is not None and _reads_cache(request) else {}
-        left = {worker.url for worker, by in self._slowdowns.items() if by >= LEAVES_AT}
+        left = self._left
         if left and all(seen.url in left for seen in seens):
             left = set()  # there is none to leave for
         if left:
@@ -196,7 +198,8 @@ class PrefixAware:
     def forget(self, worker: RoutedWorker) -> None:
         """See `Policy.forget`."""
         self._seen.pop(worker, None)
-        self._slowdowns.pop(worker, None)
+        if self._slowdowns.pop(worker, 1.0) >= LEAVES_AT:
+            self._left.discard(worker.url)
         if self.index is not None:
             self.index.remove_worker(worker.url)
 
@@ -294,6 +297,7 @@ class PrefixAware:
         if now >= self._slowdowns_until:
             self._slowdowns = slowdowns(workers, now=now)
             self._slowdowns_until = now + SLOWDOWNS_EVERY_S
+            self._left = {worker.url for worker, by in self._slowdowns.items() if by >= LEAVES_AT}
         known, slow = self._seen, self._slowdowns
         seens: list[_Seen] = []
         loads: list[float] = []
