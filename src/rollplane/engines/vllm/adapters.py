@@ -5,6 +5,7 @@ used twice, because vLLM serves the old weights of an id whose path changed.
 """
 
 import asyncio
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,14 @@ from rollplane.errors import Conflict, EngineDied, EngineFailed, InvalidRequest,
 from rollplane.protocol.info import LoraCapability
 
 
+@dataclass(frozen=True)
+class _Held:
+    """A loaded adapter: vLLM's record of it, and its files as they were checked (`checkpoints.stamp`)."""
+
+    record: Any
+    stamps: list[list[Any]]
+
+
 class Adapters:
     """The adapters one engine holds, by engine-side name."""
 
@@ -23,14 +32,12 @@ class Adapters:
         self.api = api
         self.capability = capability
         self._loaded = loaded
-        self._requests: dict[str, Any] = {}
-        self._stamps: dict[str, list[list[Any]]] = {}
-        """Of every loaded adapter's files, see `checkpoints.stamp`."""
+        self._held: dict[str, _Held] = {}
         self._next_id = 1
         self._lock = asyncio.Lock()
 
     def __repr__(self) -> str:
-        return f"<Adapters {len(self._requests)}/{self.capability.max}: {', '.join(self._requests) or 'none'}>"
+        return f"<Adapters {len(self._held)}/{self.capability.max}: {', '.join(self._held) or 'none'}>"
 
     async def prepare(self) -> None:
         """Before the first request: keep the base model's rows apart from the adapters' where vLLM does not (on a CPU).
@@ -45,7 +52,7 @@ class Adapters:
 
     def names(self) -> list[str]:
         """Engine-side names that are loaded."""
-        return list(self._requests)
+        return list(self._held)
 
     def request(self, name: str) -> Any:
         """vLLM's record of a loaded adapter.
@@ -53,37 +60,40 @@ class Adapters:
         Raises:
             NotFound: it is not loaded.
         """
-        if name not in self._requests:
+        if name not in self._held:
             raise NotFound(f"adapter {name!r} is not loaded in the engine", param="model")
-        return self._requests[name]
+        return self._held[name].record
 
     async def load(self, name: str, path: str) -> None:
         """Load an adapter's files under a new id; see `AdapterHost.load_adapter`."""
-        files = await asyncio.to_thread(inspect_adapter, path, max_rank=self.capability.rank)
-        stamps = await asyncio.to_thread(lambda: [stamp(Path(path) / file) for file in (CONFIG_NAME, WEIGHTS_NAME)])
-        if self._loaded is not None:
-            check_adapter_fits(files.shapes, self._loaded)
+        stamps = await asyncio.to_thread(self._inspect, path)
         async with self._lock:
-            if name in self._requests:
+            if name in self._held:
                 raise Conflict(f"adapter {name!r} is loaded already", param="lora_name")
-            if len(self._requests) >= self.capability.max:
+            if len(self._held) >= self.capability.max:
                 raise Conflict(
-                    f"{len(self._requests)} adapters are loaded, the engine holds {self.capability.max}",
+                    f"{len(self._held)} adapters are loaded, the engine holds {self.capability.max}",
                     param="lora_name",
                 )
             number, self._next_id = self._next_id, self._next_id + 1
             record = self.api.LoRARequest(lora_name=name, lora_int_id=number, lora_path=str(Path(path)))
             await self._add(record)
-            self._requests[name] = record
-            self._stamps[name] = stamps
+            self._held[name] = _Held(record, stamps)
+
+    def _inspect(self, path: str) -> list[list[Any]]:
+        """Check an adapter's files; their stamps. In a thread: it reads every byte."""
+        files = inspect_adapter(path, max_rank=self.capability.rank)
+        if self._loaded is not None:
+            check_adapter_fits(files.shapes, self._loaded)
+        return [stamp(Path(path) / file) for file in (CONFIG_NAME, WEIGHTS_NAME)]
 
     async def unload(self, name: str) -> None:
         """Drop an adapter; unknown names are no error."""
         async with self._lock:
-            record = self._requests.pop(name, None)
-            if record is not None:
+            held = self._held.pop(name, None)
+            if held is not None:
                 try:
-                    await self.engine.remove_lora(record.lora_int_id)
+                    await self.engine.remove_lora(held.record.lora_int_id)
                 except self.api.DeadError as error:
                     raise EngineDied("the vLLM engine is gone") from error
 
@@ -93,11 +103,12 @@ class Adapters:
         Raises:
             EngineFailed: the files of one are gone or are others; nothing was touched.
         """
-        for name, record in list(self._requests.items()):
-            why = await asyncio.to_thread(changed_files, record.lora_path, self._stamps[name])
+        for name, held in list(self._held.items()):
+            path = held.record.lora_path
+            why = await asyncio.to_thread(changed_files, path, held.stamps)
             if why is not None:
                 raise EngineFailed(
-                    f"adapter {name!r} could not be put back after a change of weights ({why} at {record.lora_path}): put "
+                    f"adapter {name!r} could not be put back after a change of weights ({why} at {path}): put "
                     "its files back or unload it; nothing was touched"
                 )
 
@@ -108,11 +119,11 @@ class Adapters:
         """
         lost = []
         async with self._lock:
-            for name, record in list(self._requests.items()):
+            for name, held in list(self._held.items()):
                 try:
-                    await self._add(record)
+                    await self._add(held.record)
                 except InvalidRequest:
-                    del self._requests[name]
+                    del self._held[name]
                     lost.append(name)
         return lost
 

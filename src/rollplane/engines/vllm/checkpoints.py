@@ -63,8 +63,8 @@ class Checkpoint(msgspec.Struct, frozen=True, kw_only=True):
 
     def without(self, names: Iterable[str]) -> "Checkpoint":
         """The same files with some of their tensors left out."""
-        left = {name: tensor for name, tensor in self.tensors.items() if name not in set(names)}
-        return msgspec.structs.replace(self, tensors=left)
+        out = frozenset(names)
+        return msgspec.structs.replace(self, tensors={name: t for name, t in self.tensors.items() if name not in out})
 
     @property
     def bytes(self) -> int:
@@ -181,16 +181,12 @@ def check_adapter_fits(shapes: dict[str, list[int]], loaded: Checkpoint) -> None
     Raises:
         InvalidRequest: a factor of no module of this model, or whose width is not its module's; by name.
     """
-    places = {_place(name) for name in loaded.tensors}
-    last = {place.rsplit(".", 2)[-2] for place in places if "." in place}
+    changed = {name: name.replace(".lora_A.", ".").replace(".lora_B.", ".") for name in shapes}
+    bases = {name: loaded.tensors.get(weight.removeprefix("base_model.model.")) for name, weight in changed.items()}
+    _check_places([name for name, base in bases.items() if base is None], changed, loaded)
     for name, shape in shapes.items():
-        place = _place(name.replace(".lora_A.", ".").replace(".lora_B.", "."))
-        if place not in places and "." in place and place.rsplit(".", 2)[-2] in last:
-            raise InvalidRequest(f"adapter tensor {name} is of no module of this model", param="lora_path")
-        module = name.removeprefix("base_model.model.")
-        a_side = ".lora_A." in module
-        base = loaded.tensors.get(module.replace(".lora_A.", ".").replace(".lora_B.", "."))
-        if base is None or len(base.shape) != 2 or len(shape) != 2 or (not a_side and ".lora_B." not in module):
+        a_side, base = ".lora_A." in name, bases[name]
+        if base is None or len(base.shape) != 2 or len(shape) != 2 or (not a_side and ".lora_B." not in name):
             continue
         wanted, found = (base.shape[1], shape[1]) if a_side else (base.shape[0], shape[0])
         if wanted != found:
@@ -198,6 +194,18 @@ def check_adapter_fits(shapes: dict[str, list[int]], loaded: Checkpoint) -> None
                 f"adapter tensor {name} has shape {shape}, its module's weight has {list(base.shape)}",
                 param="lora_path",
             )
+
+
+def _check_places(names: list[str], changed: dict[str, str], loaded: Checkpoint) -> None:
+    """Factors whose weights the checkpoint does not name alike: whether it has such a module anywhere."""
+    if not names:
+        return
+    places = {_place(name) for name in loaded.tensors}
+    last = {place.rsplit(".", 2)[-2] for place in places if "." in place}
+    for name in names:
+        place = _place(changed[name])
+        if place not in places and "." in place and place.rsplit(".", 2)[-2] in last:
+            raise InvalidRequest(f"adapter tensor {name} is of no module of this model", param="lora_path")
 
 
 def _place(name: str) -> str:

@@ -183,12 +183,9 @@ class Policy:
 
         def read() -> StagedWeights:
             found = read_checkpoint(path)
-            ignored = None
-            if "unexpected" in allow_tensors and (unexpected := self._unexpected(found)):
-                ignored = mismatch_of([], unexpected)
+            unexpected = self._unexpected(found) if "unexpected" in allow_tensors else []
+            if unexpected:
                 found = found.without(unexpected)
-            else:
-                unexpected = []
             self.check_fits(found, param=param)
             check_values(found, tied=self._tied, param=param)
             return StagedWeights(
@@ -196,7 +193,7 @@ class Policy:
                 digest=content_digest(found),
                 tensors=len(found.tensors),
                 bytes=found.bytes,
-                ignored=ignored,
+                ignored=mismatch_of([], unexpected),
                 handle={"stamps": found.stamps, "skipped": unexpected},
             )
 
