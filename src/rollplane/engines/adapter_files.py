@@ -117,27 +117,28 @@ def _check_values(file: Path, start: int, entries: dict[str, _Entry]) -> None:
     Tensors of one dtype that lie side by side are looked at together: each look takes the interpreter from an engine that
     steps in this process.
     """
-    runs: list[tuple[str, int, int, list[str]]] = []
+    runs: list[list[str]] = []
     for name, entry in sorted(entries.items(), key=lambda item: item[1].data_offsets):
-        begin, end = entry.data_offsets
-        if runs and runs[-1][0] == entry.dtype and runs[-1][2] == begin:
-            dtype, first, _, names = runs.pop()
-            runs.append((dtype, first, end, [*names, name]))
+        before = entries[runs[-1][-1]] if runs else None
+        if before is not None and (before.dtype, before.data_offsets[1]) == (entry.dtype, entry.data_offsets[0]):
+            runs[-1].append(name)
         else:
-            runs.append((entry.dtype, begin, end, [name]))
+            runs.append([name])
     with file.open("rb") as stream:
-        for dtype, begin, end, names in runs:
-            if _finite(stream, start + begin, start + end, dtype):
+        for names in runs:
+            if _finite(stream, start, entries[names[0]], entries[names[-1]]):
                 continue
             for name in names:
-                begin, end = (start + offset for offset in entries[name].data_offsets)
-                if not _finite(stream, begin, end, dtype):
+                if not _finite(stream, start, entries[name], entries[name]):
                     raise InvalidRequest(f"{WEIGHTS_NAME}: {name} holds values that are not finite", param="lora_path")
 
 
-def _finite(stream: BinaryIO, begin: int, end: int, dtype: str) -> bool:
+def _finite(stream: BinaryIO, start: int, first: _Entry, last: _Entry) -> bool:
+    """Whether all values are, from a tensor to another of its dtype."""
+    begin, end = start + first.data_offsets[0], start + last.data_offsets[1]
     stream.seek(begin)
-    return all(all_finite(stream.read(min(_CHUNK_BYTES, end - at)), dtype) for at in range(begin, end, _CHUNK_BYTES))
+    chunks = (stream.read(min(_CHUNK_BYTES, end - at)) for at in range(begin, end, _CHUNK_BYTES))
+    return all(all_finite(chunk, first.dtype) for chunk in chunks)
 
 
 def _check_shapes(shapes: dict[str, list[int]], *, rank: int, has_pattern: bool) -> None:

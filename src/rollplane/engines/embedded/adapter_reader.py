@@ -18,9 +18,8 @@ import torch
 from safetensors import SafetensorError
 from torch import Tensor, nn
 
+from rollplane.engines.adapter_files import CONFIG_NAME, WEIGHTS_NAME
 from rollplane.errors import InvalidRequest, NotFound
-
-CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 
 _DTYPES: Final = {"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16}
 
@@ -77,12 +76,12 @@ def read_contents(directory: str | Path) -> AdapterContents:
         InvalidRequest: the weights are no safetensors file, or a file is no regular one (a pipe would never end).
     """
     directory = Path(directory)
-    for name in (CONFIG_FILE, WEIGHTS_FILE):
+    for name in (CONFIG_NAME, WEIGHTS_NAME):
         if not (directory / name).is_file():
             raise NotFound(f"{directory} is not an adapter directory: it has no {name}", param="lora_path")
-    file = directory / WEIGHTS_FILE
+    file = directory / WEIGHTS_NAME
     try:
-        return AdapterContents(directory, (directory / CONFIG_FILE).read_bytes(), _tensors(file.read_bytes()))
+        return AdapterContents(directory, (directory / CONFIG_NAME).read_bytes(), _tensors(file.read_bytes()))
     except (SafetensorError, OSError) as error:
         raise InvalidRequest(f"{file} is not a readable safetensors file: {error}", param="lora_path") from error
 
@@ -159,7 +158,7 @@ def _read_config(contents: AdapterContents) -> Any:
     """
     from peft import LoraConfig
 
-    path = contents.directory / CONFIG_FILE
+    path = contents.directory / CONFIG_NAME
     try:
         raw = json.loads(contents.config)
         kind = raw.pop("peft_type", None)

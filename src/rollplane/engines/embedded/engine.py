@@ -226,7 +226,8 @@ class EmbeddedEngine:
     async def stage_weights(self, path: str, *, allow_tensors: Sequence[AllowTensors] = ()) -> StagedWeights:
         """Read and check a checkpoint while generation goes on; see `WeightReceiver.stage_weights`."""
         checkpoint = await asyncio.to_thread(self._serving().layout.read, path, allow_tensors=allow_tensors)
-        if missing := self._serving().layout.missing(checkpoint.tensors):
+        if checkpoint.ignored is not None and checkpoint.ignored.missing:
+            missing = self._serving().layout.missing(checkpoint.tensors)
             kept = await self._thread.call(lambda core: core.layout.copies(missing))
             checkpoint = await asyncio.to_thread(checkpoint.with_kept, kept)
         return StagedWeights(

@@ -9,13 +9,12 @@ its batch in two products, so that requests that finish on old generations cost 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from rollplane.engines.embedded.adapter_reader import AdapterContents, LoraPair, pairs_of, read_contents
+from rollplane.engines.embedded.adapter_reader import AdapterContents, LoraPair, pairs_of
 from rollplane.errors import Conflict
 
 
@@ -72,15 +71,9 @@ class AdapterSet:
         """Loaded adapters, oldest first."""
         return list(self._pairs)
 
-    def read(self, directory: str | Path) -> dict[str, LoraPair]:
-        """Read and check an adapter at once, without loading it: its pairs by module name; see `pairs_of`."""
-        slices = pairs_of(read_contents(directory), self._linears, max_rank=self._max_rank)
-        while True:
-            try:
-                next(slices)
-            except StopIteration as done:
-                pairs: dict[str, LoraPair] = done.value
-                return pairs
+    def pairs(self, contents: AdapterContents) -> Generator[None, None, dict[str, LoraPair]]:
+        """An adapter's pairs by module name, checked against the model, in small slices; see `pairs_of`."""
+        return pairs_of(contents, self._linears, max_rank=self._max_rank)
 
     def loading(
         self, name: str, contents: AdapterContents, *, in_use: Callable[[], Iterable[str]]
@@ -94,7 +87,7 @@ class AdapterSet:
             InvalidRequest: files that do not fit; by name.
             Conflict: see `load`.
         """
-        pairs = yield from pairs_of(contents, self._linears, max_rank=self._max_rank)
+        pairs = yield from self.pairs(contents)
         wanted = set(in_use()) | set(self._stacked[-1:])  # the last one loaded may get its first request meanwhile
         beside = [other for other in self._pairs if other in wanted and other != name]
         sources = [*(self._pairs[other] for other in beside), pairs]

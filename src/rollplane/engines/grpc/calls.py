@@ -1,7 +1,8 @@
 """One request as calls on the wire: one call per choice, unary or streaming, and the events they make."""
 
 import asyncio
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
+import time
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Sequence
 from typing import Any
 
 import grpc.aio
@@ -274,3 +275,26 @@ class LiveCalls:
             kv_transfer_params=first.kv_transfer_params,
             ec_transfer_params=first.ec_transfer_params,
         )
+
+
+class StreamProgress:
+    """Whether tokens come, of streams alone: those of a unary call come at its end."""
+
+    def __init__(self) -> None:
+        self._seen: frozenset[tuple[int, int]] = frozenset()
+        self._moved_at = 0.0
+
+    def __repr__(self) -> str:
+        return f"<StreamProgress of {len(self._seen)} choices>"
+
+    def stands_still_s(self, live: Sequence[LiveCalls], *, runs: bool) -> float:
+        """Seconds since a look first found the tokens that are there now; 0 where that tells nothing.
+
+        Args:
+            runs: the engine is to make tokens.
+        """
+        now = time.monotonic()
+        seen = frozenset((id(tracker), tracker.tokens) for calls in live for tracker in calls.trackers)
+        if seen != self._seen or not runs or not all(calls.streams for calls in live):
+            self._seen, self._moved_at = seen, now
+        return now - self._moved_at if live else 0.0

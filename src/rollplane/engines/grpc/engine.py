@@ -6,7 +6,6 @@ adapters are the server's; replacing weights from a checkpoint directory is not 
 
 import asyncio
 import contextlib
-import time
 import uuid
 from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from pathlib import Path
@@ -17,7 +16,7 @@ import grpc.aio
 import msgspec
 
 from rollplane.admission import check_request
-from rollplane.engines.grpc.calls import LiveCalls
+from rollplane.engines.grpc.calls import LiveCalls, StreamProgress
 from rollplane.engines.grpc.channels import ChannelPool
 from rollplane.engines.grpc.control import ControlCalls
 from rollplane.engines.grpc.convert import ConvertSettings, to_wire
@@ -88,8 +87,7 @@ class GrpcEngine:
         self._kv_events: ZmqKvEvents | None = None
         self._closing = False
         self._trouble: str | None = None
-        self._seen: frozenset[tuple[int, int]] = frozenset()
-        self._moved_at = 0.0
+        self._progress = StreamProgress()
         self._watcher: asyncio.Task[None] | None = None
         self._stuck_adapters: set[str] = set()
 
@@ -238,7 +236,7 @@ class GrpcEngine:
             alive=state not in ("failed", "stopped", "starting"),
             state=state,
             running=sum(len(calls.ids) for calls in self._all_live()),
-            last_progress_s=self._without_progress_s(state),
+            last_progress_s=self._progress.stands_still_s(self._all_live(), runs=state == "ready"),
             reason=self._trouble,
             counters={"stuck_adapters": len(self._stuck_adapters)},
         )
@@ -433,14 +431,6 @@ class GrpcEngine:
         """In a thread: it reads every byte."""
         identify(items)
         check_features(items, self._media)
-
-    def _without_progress_s(self, state: EngineState) -> float:
-        """Seconds since a look first found the tokens that are there now, of streams alone; else 0."""
-        live, now = self._all_live(), time.monotonic()
-        seen = frozenset((id(tracker), tracker.tokens) for calls in live for tracker in calls.trackers)
-        if seen != self._seen or state != "ready" or not all(calls.streams for calls in live):
-            self._seen, self._moved_at = seen, now
-        return now - self._moved_at if live else 0.0
 
     def _all_live(self) -> list[LiveCalls]:
         return [calls for same in self._live.values() for calls in same]

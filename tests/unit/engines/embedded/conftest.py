@@ -1,4 +1,4 @@
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -10,9 +10,11 @@ from tests.models import tiny
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from rollplane.engines.embedded.core import Core, CoreSettings
+from rollplane.engines.embedded.engine import EmbeddedEngine
 from rollplane.engines.embedded.model import CausalModel, load_model
 from rollplane.engines.embedded.results import Ending
 from rollplane.engines.embedded.sequence import Generation
+from rollplane.engines.embedded.settings import EmbeddedSettings
 from rollplane.engines.embedded.stops import load_tokenizer
 from rollplane.protocol.artifacts import PromptLogprobs
 
@@ -87,6 +89,14 @@ def moe_dir(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def moe(moe_dir: Path) -> CausalModel:
     return load_model(moe_dir)
+
+
+@pytest.fixture
+async def engine(moe_dir: Path) -> AsyncIterator[EmbeddedEngine]:
+    made = EmbeddedEngine(EmbeddedSettings(model=str(moe_dir), policy_version="v0", threads=1))
+    await made.start()
+    yield made
+    await made.close()
 
 
 @pytest.fixture(scope="session")

@@ -2,7 +2,6 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import numpy as np
@@ -12,7 +11,6 @@ from tests.models import tiny
 from rollplane.engines.embedded import lora, step_thread
 from rollplane.engines.embedded.core import Core
 from rollplane.engines.embedded.engine import EmbeddedEngine
-from rollplane.engines.embedded.settings import EmbeddedSettings
 from rollplane.errors import EngineFailed, InvalidRequest
 from rollplane.fold import Fold
 from rollplane.protocol.request import GenerateRequest
@@ -26,14 +24,6 @@ BOUND_S = 20.0
 def adapters(moe_dir: Path, tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     root = tmp_path_factory.mktemp("adapters")
     return [str(tiny.make_lora(root / str(i), base=moe_dir, seed=i)) for i in range(3)]
-
-
-@pytest.fixture
-async def engine(moe_dir: Path) -> AsyncIterator[EmbeddedEngine]:
-    made = EmbeddedEngine(EmbeddedSettings(model=str(moe_dir), policy_version="v0", threads=1))
-    await made.start()
-    yield made
-    await made.close()
 
 
 def ask(adapter: str | None, *, tokens: int = 400, stream: bool = True) -> GenerateRequest:

@@ -1,6 +1,6 @@
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -47,14 +47,6 @@ def ask() -> Ask:
         )
 
     return make
-
-
-@pytest.fixture
-async def engine(moe_dir: Path) -> AsyncIterator[EmbeddedEngine]:
-    made = EmbeddedEngine(EmbeddedSettings(model=str(moe_dir), policy_version="v0", threads=1))
-    await made.start()
-    yield made
-    await made.close()
 
 
 @pytest.fixture(scope="module")

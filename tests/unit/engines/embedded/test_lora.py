@@ -11,6 +11,8 @@ from safetensors.torch import load_file, save_file
 from tests.models import tiny
 from transformers import AutoModelForCausalLM
 
+from rollplane.engines.embedded.adapter_reader import LoraPair, read_contents
+from rollplane.engines.embedded.lora import AdapterSet
 from rollplane.engines.embedded.model import CausalModel, load_model
 from rollplane.engines.embedded.sequence import Generation
 from rollplane.errors import Conflict, InvalidRequest, NotFound
@@ -33,9 +35,20 @@ def own_moe(moe_dir: Path) -> CausalModel:
     return load_model(moe_dir)
 
 
+def read(adapters: AdapterSet, directory: Path) -> dict[str, LoraPair]:
+    """The pairs of an adapter that is not loaded."""
+    slices = adapters.pairs(read_contents(directory))
+    while True:
+        try:
+            next(slices)
+        except StopIteration as done:
+            pairs: dict[str, LoraPair] = done.value
+            return pairs
+
+
 def load(runner: Any, adapters: dict[str, Path]) -> Any:
     for name, path in adapters.items():
-        runner.core.adapters.load(name, runner.core.adapters.read(path))
+        runner.core.adapters.load(name, read(runner.core.adapters, path))
     return runner
 
 
@@ -144,7 +157,7 @@ def test_a_request_for_an_adapter_that_is_not_loaded_is_refused(make_runner: Mak
 
 def test_slots_and_names_are_bounded(make_runner: Make, own_moe: CausalModel, adapters: dict[str, Path]) -> None:
     core = make_runner(own_moe, max_adapters=1).core
-    pairs = core.adapters.read(adapters["a@1"])
+    pairs = read(core.adapters, adapters["a@1"])
     core.adapters.load("a@1", pairs)
     with pytest.raises(Conflict, match="loaded already"):
         core.adapters.load("a@1", pairs)
@@ -154,7 +167,7 @@ def test_slots_and_names_are_bounded(make_runner: Make, own_moe: CausalModel, ad
 
 def test_a_rank_over_the_limit_is_refused(make_runner: Make, own_moe: CausalModel, adapters: dict[str, Path]) -> None:
     with pytest.raises(InvalidRequest, match="rank 8, the limit is 4"):
-        make_runner(own_moe, max_adapter_rank=4).core.adapters.read(adapters["a@1"])
+        read(make_runner(own_moe, max_adapter_rank=4).core.adapters, adapters["a@1"])
 
 
 @pytest.mark.parametrize(
@@ -180,7 +193,7 @@ def test_a_setting_that_is_not_served_is_refused_by_name(
 ) -> None:
     path = changed(adapters["a@1"], tmp_path / "x", setting)
     with pytest.raises(InvalidRequest, match=says):
-        make_runner().core.adapters.read(path)
+        read(make_runner().core.adapters, path)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +209,7 @@ def test_a_tensor_that_fits_no_layer_is_refused_by_name(
 ) -> None:
     path = changed(adapters["a@1"], tmp_path / "x", {}, rename)
     with pytest.raises(InvalidRequest, match=says):
-        make_runner().core.adapters.read(path)
+        read(make_runner().core.adapters, path)
 
 
 def test_values_that_are_not_finite_are_refused_by_name(
@@ -208,13 +221,13 @@ def test_values_that_are_not_finite_are_refused_by_name(
     tensors[key][0, 0] = float("nan")
     save_file(tensors, path / "adapter_model.safetensors")
     with pytest.raises(InvalidRequest, match=f"{key} holds values that are not finite"):
-        make_runner().core.adapters.read(path)
+        read(make_runner().core.adapters, path)
 
 
 def test_null_settings_are_the_defaults(make_runner: Make, adapters: dict[str, Path], tmp_path: Path) -> None:
     path = changed(adapters["a@1"], tmp_path / "x", {"alpha_pattern": None, "rank_pattern": None, "use_rslora": None})
-    read = make_runner().core.adapters.read
-    found, wanted = read(path), read(adapters["a@1"])
+    core = make_runner().core
+    found, wanted = read(core.adapters, path), read(core.adapters, adapters["a@1"])
     assert found.keys() == wanted.keys()
     assert all(torch.equal(found[name].b, wanted[name].b) for name in found)
 
@@ -223,12 +236,12 @@ def test_an_adapter_of_another_model_is_refused(make_runner: Make, tmp_path: Pat
     base = tiny.make_dense(tmp_path / "wide", layers=2, hidden_size=64)
     path = tiny.make_lora(tmp_path / "lora", base=base)
     with pytest.raises(InvalidRequest, match="the layer maps"):
-        make_runner().core.adapters.read(path)
+        read(make_runner().core.adapters, path)
 
 
 def test_a_directory_without_an_adapter_is_not_found(make_runner: Make, tmp_path: Path) -> None:
     with pytest.raises(NotFound, match=r"adapter_config\.json"):
-        make_runner().core.adapters.read(tmp_path)
+        read(make_runner().core.adapters, tmp_path)
 
 
 def changed(source: Path, target: Path, settings: dict[str, Any], rename: tuple[str, str] = ("", "")) -> Path:
