@@ -1,7 +1,6 @@
 """Hold any engine to the promises of `rollplane.engines.base`."""
 
 from collections.abc import Awaitable, Callable, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 
 from rollplane.engines.base import WeightReceiver
@@ -39,13 +38,13 @@ async def run_check(check: Check, subject: Subject) -> str | None:
     Raises:
         CheckFailed: the engine broke the promise; the message begins with the check's name.
     """
-    for _ in range(TRIES - 1):
-        with suppress(MomentMissed):
+    missed = ""
+    for _ in range(TRIES):
+        try:
             return await _try_check(check, subject)
-    try:
-        return await _try_check(check, subject)
-    except MomentMissed as why:
-        return str(why)
+        except MomentMissed as why:
+            missed = str(why)
+    return missed
 
 
 async def _try_check(check: Check, subject: Subject) -> str | None:
