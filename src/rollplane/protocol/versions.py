@@ -22,6 +22,36 @@ def check_version_name(version: object, *, param: str) -> str:
     return version
 
 
+class VersionSpans:
+    """Which policy version makes which tokens of one choice, as it changes under way."""
+
+    def __init__(self, version: str) -> None:
+        self._spans: list[PolicySpan] = [(version, 0)]
+
+    def __repr__(self) -> str:
+        return f"<VersionSpans {self._spans}>"
+
+    def change(self, version: str, *, made: int | None) -> None:
+        """Tokens from now on are `version`'s. `made`: how many there are; None: nobody knows, and so says the span."""
+        if made is not None:
+            self._spans = self._below(made)
+        if not self._spans or self._spans[-1][0] != version:
+            self._spans.append((version, made))
+
+    def read(self, tokens: int) -> list[PolicySpan]:
+        """The spans of a choice of `tokens` tokens; a version that made no token of it is left out."""
+        return self._below(max(tokens, 1))
+
+    def _below(self, tokens: int) -> list[PolicySpan]:
+        """Without the first span that starts at `tokens` or later, and what follows it: no token was made under those."""
+        kept: list[PolicySpan] = []
+        for version, first in self._spans:
+            if first is not None and first >= tokens:
+                break
+            kept.append((version, first))
+        return kept
+
+
 def check_spans(spans: list[PolicySpan], *, tokens: int) -> None:
     """Spans start at 0, rise strictly, stay inside the output, and name neighbouring versions that differ.
 

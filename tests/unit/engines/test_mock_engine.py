@@ -432,6 +432,41 @@ async def test_a_version_that_made_no_token_is_in_no_span() -> None:
         assert (await watch.answer()).choices[0].policy_versions == [("initial", 0), ("v2", 4)]
 
 
+async def test_a_pause_hands_on_every_token_though_time_passes_while_it_is_made() -> None:
+    class Hurried(FakeClock):
+        """Time passes at every look."""
+
+        hurry_s = 0.0
+
+        def __call__(self) -> float:
+            self._now += self.hurry_s
+            return super().__call__()
+
+    clock = Hurried()
+    engine = await started(clock, step_s=1.0)
+    async with watching(engine, make_request(max_tokens=9, stream=True, ignore_eos=True)) as (watch,):
+        await clock.advance(1.0)
+        clock.hurry_s = 0.7
+        await engine.pause("keep")
+        clock.hurry_s = 0.0
+        await settle()
+        seen = watch.tokens
+        await engine.set_policy_version("v2")
+        await engine.resume()
+        await clock.advance(20.0)
+        assert (await watch.answer()).choices[0].policy_versions == [("initial", 0), ("v2", seen)]
+
+
+async def test_a_stream_gets_each_token_at_its_step_where_more_are_drawn() -> None:
+    clock = FakeClock()
+    engine = await started(clock, step_s=1.0, max_model_len=8192)
+    async with watching(engine, make_request(max_tokens=4100, stream=True, ignore_eos=True)) as (watch,):
+        await clock.advance(4095.0)
+        assert watch.tokens == 4096
+        await clock.advance(1.0)
+        assert watch.tokens == 4097
+
+
 async def test_output_of_mixed_weights_is_not_cached(tmp_path: Path) -> None:
     clock = FakeClock()
     engine = await started(clock, step_s=1.0, block_tokens=4)

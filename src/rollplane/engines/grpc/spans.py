@@ -1,6 +1,6 @@
 """Which policy version made which token, as far as one call over the wire can know it. Pure."""
 
-from rollplane.protocol.versions import PolicySpan
+from rollplane.protocol.versions import PolicySpan, VersionSpans
 
 
 class SpanTracker:
@@ -17,7 +17,7 @@ class SpanTracker:
         self.tokens = 0
         self.exact = exact
         self.idle = born_paused
-        self._spans: list[PolicySpan] = [(version, 0)]
+        self._spans = VersionSpans(version)
 
     def __repr__(self) -> str:
         return f"<SpanTracker {self._spans} at {self.tokens}>"
@@ -33,19 +33,7 @@ class SpanTracker:
 
     def spans(self) -> list[PolicySpan]:
         """The spans of a finished choice; a version that made no token of it is left out."""
-        found = [(name, first) for name, first in self._spans if first is None or first < max(self.tokens, 1)]
-        merged: list[PolicySpan] = []
-        for name, first in found:
-            if not merged or merged[-1][0] != name:
-                merged.append((name, first))
-        return merged
+        return self._spans.read(self.tokens)
 
     def _change(self, version: str, *, known: bool) -> None:
-        if self._spans[-1][0] == version:
-            return
-        if not known:
-            self._spans.append((version, None))
-            return
-        while self._spans and self._spans[-1][1] == self.tokens:
-            self._spans.pop()
-        self._spans.append((version, self.tokens))
+        self._spans.change(version, made=self.tokens if known else None)

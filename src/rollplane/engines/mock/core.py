@@ -27,6 +27,7 @@ from rollplane.identity import block_keys, routing_tokens
 from rollplane.protocol.admin import PauseMode
 from rollplane.protocol.events import ChoiceEvent, EndEvent, FinishReason, PromptEvent, ServedBy
 from rollplane.protocol.request import GenerateRequest
+from rollplane.protocol.versions import VersionSpans
 
 _DRAW_AHEAD_TOKENS = 4096
 _STARTS_PER_TURN = 64
@@ -136,10 +137,10 @@ class Core:
         self.poke()
 
     def freeze(self) -> None:
-        """Stop stepping where it is."""
-        self._progress()
+        """Stop stepping where it is, with every token that exists handed on."""
         self.frozen = True
         self.steps.stop(self.clock())
+        self._progress()
         self.poke()
 
     def thaw(self) -> None:
@@ -163,7 +164,8 @@ class Core:
         self._progress()
         self.version = version
         for sequence in self._running:
-            sequence.labels.append((version, sequence.made(self.steps.whole)))
+            if sequence.labels is not None:
+                sequence.labels.change(version, made=sequence.made(self.steps.whole))
 
     def replace_weights(self, digest: str, version: str) -> None:
         """Tokens from now on are those of other weights. Only while frozen or idle."""
@@ -274,9 +276,10 @@ class Core:
         live = sequence.live
         made = len(sequence.draws)
         fault = live.fault
-        if fault is not None and sequence.index == 0 and made == fault.after_tokens and fault.kind not in BREACHES:
-            if live.request.stream and made > sequence.sent:
-                self._push_delta(sequence, made)
+        falls = fault is not None and sequence.index == 0 and made == fault.after_tokens and fault.kind not in BREACHES
+        if live.request.stream and made > sequence.sent and (falls or not sequence.planned_end):
+            self._push_delta(sequence, made)
+        if falls:
             self._befall(sequence)
         elif sequence.planned_end:
             self._finish(sequence, made, reason=sequence.finish or "length")
@@ -355,7 +358,7 @@ class Core:
         if request.stream:
             self._streams[live] = None
         for sequence in live.sequences:
-            sequence.labels = [(self.version, 0)]
+            sequence.labels = VersionSpans(self.version)
             sequence.segments = [(live.scope, 0)]
             sequence.started_at = self.steps.whole - 1
             self._running[sequence] = None
@@ -456,7 +459,7 @@ class Core:
             stop_reason=sequence.stop_reason if reason == "stop" else None,
             routed_experts=routes,
             sampling_mask=whole.mask(),
-            policy_versions=sequence.spans(made) or [(self.version, 0)],
+            policy_versions=[(self.version, 0)] if sequence.labels is None else sequence.labels.read(made),
         )
         kind = live.fault.kind if live.fault is not None and sequence.index == 0 else None
         for spoiled in [event] if kind is None else spoil_choice(kind, event):

@@ -10,7 +10,7 @@ from rollplane.engines.mock.settings import Fault
 from rollplane.errors import RollplaneError
 from rollplane.protocol.events import Event, FinishReason
 from rollplane.protocol.request import GenerateRequest
-from rollplane.protocol.versions import PolicySpan
+from rollplane.protocol.versions import VersionSpans
 
 
 @dataclass(eq=False, slots=True)
@@ -19,7 +19,8 @@ class Sequence:
 
     `draws`: its tokens, some of them not made yet; `planned_end`: it ends when `draws` are used up (else more are
     drawn). `started_at`: the step after which it had no token. `state`: rolling hash after `draws`.
-    `segments`: (scope, first output index) per set of weights; `labels`: (version, first output index) likewise.
+    `segments`: (scope, first output index) per set of weights; `labels`: None before its
+    first step.
     """
 
     live: "Live"
@@ -34,7 +35,7 @@ class Sequence:
     sent: int = 0
     done: bool = False
     segments: list[tuple[int, int]] = field(default_factory=list)
-    labels: list[PolicySpan] = field(default_factory=list)
+    labels: VersionSpans | None = None
 
     def __repr__(self) -> str:
         return f"<Sequence {self.live.request.request_id}/{self.index}: {len(self.draws)} planned>"
@@ -44,18 +45,6 @@ class Sequence:
         if self.started_at is None:
             return 0
         return min(steps - self.started_at, len(self.draws))
-
-    def spans(self, made: int) -> list[PolicySpan]:
-        """Version spans over the tokens made; labels that made none are left out, equal neighbours joined."""
-        out: list[PolicySpan] = []
-        for version, first in self.labels:
-            if first is not None and first >= max(made, 1):
-                break
-            if out and out[-1][1] == first:
-                out.pop()
-            if not out or out[-1][0] != version:
-                out.append((version, first))
-        return out
 
 
 @dataclass(eq=False, slots=True)

@@ -6,29 +6,7 @@ from typing import Any
 
 from rollplane.engines.vllm.convert import ChoicePlan
 from rollplane.protocol.request import GenerateRequest
-from rollplane.protocol.versions import PolicySpan
-
-
-class Spans:
-    """Which policy version made which tokens of one choice."""
-
-    def __init__(self, version: str) -> None:
-        self._spans: list[PolicySpan] = [(version, 0)]
-
-    def __repr__(self) -> str:
-        return f"<Spans {self._spans}>"
-
-    def change(self, version: str, *, made: int | None) -> None:
-        """Tokens from now on are `version`'s. `made`: how many there are; None: nobody knows, and so says the span."""
-        if made is not None:
-            # Spans that no token was made under never were.
-            self._spans = [span for span in self._spans if span[1] is None or span[1] < made]
-        if not self._spans or self._spans[-1][0] != version:
-            self._spans.append((version, made if self._spans else 0))
-
-    def read(self, tokens: int) -> list[PolicySpan]:
-        """The spans of a choice that ended with `tokens` tokens."""
-        return [span for span in self._spans if span[1] is None or span[1] < max(tokens, 1)]
+from rollplane.protocol.versions import VersionSpans
 
 
 class LiveChoice:
@@ -38,7 +16,7 @@ class LiveChoice:
         self.index = index
         self.params = params
         self.collector: Any = None
-        self.spans = Spans(version)
+        self.spans = VersionSpans(version)
         self.sent = 0
         self.ended = False
         self.cleared_at: int | None = None

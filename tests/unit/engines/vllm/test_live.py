@@ -1,35 +1,12 @@
-"""Version spans and the move of a choice to another vLLM request."""
+"""The move of a choice to another vLLM request."""
 
 import asyncio
 from typing import Any
 
 import pytest
 
-from rollplane.engines.vllm.live import LiveChoice, Spans
+from rollplane.engines.vllm.live import LiveChoice
 from rollplane.errors import EngineFailed
-
-
-@pytest.mark.parametrize(
-    ("changes", "tokens", "spans"),
-    [
-        ([], 5, [("a", 0)]),
-        ([("b", 3)], 5, [("a", 0), ("b", 3)]),
-        ([("b", 3)], 3, [("a", 0)]),
-        ([("b", 0)], 5, [("b", 0)]),
-        ([("b", 0)], 0, [("b", 0)]),
-        ([("b", 3), ("c", 3)], 5, [("a", 0), ("c", 3)]),
-        ([("b", 3), ("a", 3)], 5, [("a", 0)]),
-        ([("b", 3), ("c", 4)], 5, [("a", 0), ("b", 3), ("c", 4)]),
-        ([("b", None)], 5, [("a", 0), ("b", None)]),
-        ([("a", 3)], 5, [("a", 0)]),
-    ],
-)
-def test_spans_say_which_version_made_which_token(changes: list[Any], tokens: int, spans: list[Any]) -> None:
-    found = Spans("a")
-    for version, made in changes:
-        found.change(version, made=made)
-
-    assert found.read(tokens) == spans
 
 
 class Collector:
