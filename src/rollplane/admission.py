@@ -10,7 +10,8 @@ import numpy as np
 
 from rollplane.errors import ContextOverflow, InvalidRequest
 from rollplane.protocol.info import EngineInfo
-from rollplane.protocol.request import GenerateRequest, check_token_ids
+from rollplane.protocol.request import GenerateRequest
+from rollplane.protocol.token_ids import check_token_ids
 
 _ALWAYS_FINE: Final = frozenset(
     {

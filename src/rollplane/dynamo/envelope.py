@@ -18,8 +18,9 @@ from rollplane.errors import InvalidRequest
 from rollplane.identity import identify, routing_marker
 from rollplane.protocol.arrays import Int32Array, msgpack_encoder
 from rollplane.protocol.opaque import check_opaque
-from rollplane.protocol.request import MSGPACK, GenerateRequest, RequestLimits, check_token_ids, parse_request
+from rollplane.protocol.request import MSGPACK, GenerateRequest, RequestLimits, parse_request
 from rollplane.protocol.sampling import invalid_from_msgspec
+from rollplane.protocol.token_ids import check_token_ids
 
 SALT_PREFIX: Final = "dynamo-cache-salt:"
 """What Dynamo's own workers put before a salt that they hand to vLLM."""

@@ -25,6 +25,12 @@ def check_opaque(value: Any, *, param: str) -> None:
         raise InvalidRequest(f"{param}{path} {says}", param=f"{param}{path}")
 
 
+def json_kind(value: Any) -> str:
+    """What a value is, in JSON's words, for a refusal to name."""
+    names = {bool: "a boolean", str: "a string", float: "a number with a fraction", dict: "an object", list: "an array"}
+    return "null" if value is None else names.get(type(value), type(value).__name__)
+
+
 def _find_bad(value: Any, depth: int) -> tuple[str, str] | None:
     """(path below this value, what is wrong); the path is written on the way out only."""
     if value is None or isinstance(value, (bool, str)):

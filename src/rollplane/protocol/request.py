@@ -9,17 +9,17 @@ import hashlib
 import math
 import uuid
 from collections.abc import Mapping
-from typing import Any, Final, Literal, NoReturn
+from typing import Any, Final, Literal
 
 import msgspec
-import numpy as np
 import xxhash
 
 from rollplane.errors import InvalidRequest, PayloadTooLarge, UnsupportedMedia
-from rollplane.protocol.arrays import INT32_MAX, Int32Array, dec_hook
+from rollplane.protocol.arrays import Int32Array
 from rollplane.protocol.features import DEFAULT_MAX_FEATURE_BYTES, MediaItem, check_items, parse_features
-from rollplane.protocol.opaque import check_opaque
+from rollplane.protocol.opaque import check_opaque, json_kind
 from rollplane.protocol.sampling import SamplingParams, check_sampling, invalid_from_msgspec, parse_sampling
+from rollplane.protocol.token_ids import check_token_ids, read_json_ids, read_packed_ids
 from rollplane.protocol.versions import check_version_name
 
 JSON: Final = "application/json"
@@ -131,9 +131,6 @@ class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 _JSON_FIELDS = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _MSGPACK_FIELDS = msgspec.msgpack.Decoder(dict[str, msgspec.Raw])
-_JSON_RAW = msgspec.json.Decoder(msgspec.Raw)
-_BLANKS: Final = b" \t\r\n"
-_INTEGER_TEXT: Final = b"0123456789-," + _BLANKS
 
 _KNOWN: Final[dict[str, Any]] = {
     "request_id": str | None,
@@ -150,7 +147,6 @@ _KNOWN: Final[dict[str, Any]] = {
 }
 _JSON_BY_FIELD = {name: msgspec.json.Decoder(kind) for name, kind in _KNOWN.items()}
 _MSGPACK_BY_FIELD = {name: msgspec.msgpack.Decoder(kind) for name, kind in _KNOWN.items()}
-_MSGPACK_TOKENS: msgspec.msgpack.Decoder[Int32Array] = msgspec.msgpack.Decoder(Int32Array, dec_hook=dec_hook)
 
 
 class _Body:
@@ -223,86 +219,7 @@ class _Body:
         raw = self.fields.get("token_ids")
         if raw is None:
             raise InvalidRequest("token_ids is required", param="token_ids")
-        if self.is_json:
-            return _ids_of_json(bytes(raw))
-        try:
-            ids = _MSGPACK_TOKENS.decode(raw)
-        except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError) as error:
-            raise InvalidRequest(f"token_ids: {error}", param="token_ids") from None
-        except RecursionError:
-            raise InvalidRequest("token_ids is nested too deeply", param="token_ids") from None
-        return check_token_ids(ids)
-
-
-def parse_token_ids(raw: bytes | memoryview) -> Int32Array:
-    """The int32 array of a JSON array of token ids.
-
-    Raises:
-        InvalidRequest: not JSON, or naming the first entry that is not an integer in [0, 2**31 - 1].
-    """
-    try:
-        _JSON_RAW.decode(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"token_ids cannot be decoded: {error}", param="token_ids") from None
-    except RecursionError:
-        raise InvalidRequest("token_ids is nested too deeply", param="token_ids") from None
-    return _ids_of_json(bytes(raw))
-
-
-def _ids_of_json(raw: bytes) -> Int32Array:
-    """The ids in the text of one JSON value whose syntax was checked before.
-
-    numpy's number reader alone is too kind: it takes `+1`, `007`, `-` as 0, and before numpy 2.3 it stops at `2.5` and
-    answers 2. In valid JSON, an array of nothing but digits, minus signs, commas and blanks holds integers only.
-    """
-    text = raw.strip(_BLANKS)
-    inner = text[1:-1].strip(_BLANKS)
-    if not text.startswith(b"[") or inner.translate(None, _INTEGER_TEXT):
-        _refuse_token_ids(text)
-    if not inner:
-        raise InvalidRequest("token_ids must not be empty", param="token_ids")
-    return check_token_ids(np.fromstring(inner, dtype=np.int64, sep=","))
-
-
-def check_token_ids(ids: np.ndarray[Any, Any]) -> Int32Array:
-    """The prompt as int32 [prompt].
-
-    Raises:
-        InvalidRequest: not one dimension, empty, or naming the first id outside [0, 2**31 - 1].
-    """
-    if ids.ndim != 1:
-        raise InvalidRequest(f"token_ids must have one dimension, has {ids.ndim}", param="token_ids")
-    if ids.size == 0:
-        raise InvalidRequest("token_ids must not be empty", param="token_ids")
-    low, high = int(np.minimum.reduce(ids)), int(np.maximum.reduce(ids))
-    if low < 0 or high > INT32_MAX:
-        bad = int(np.flatnonzero((ids < 0) | (ids > INT32_MAX))[0])
-        value = int(ids[bad])
-        # The reader saturates at 64 bits, so the largest value may stand for any number.
-        shown = "" if value == 2**63 - 1 else f"{value}, "
-        raise InvalidRequest(f"token_ids[{bad}] is {shown}outside [0, {INT32_MAX}]", param=f"token_ids[{bad}]")
-    return ids.astype(np.int32, copy=False)
-
-
-def _refuse_token_ids(text: bytes) -> NoReturn:
-    """Say which entry is not an integer: the slow way, taken only for bad input."""
-    try:
-        values = msgspec.json.decode(text)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise InvalidRequest(f"token_ids cannot be decoded: {error}", param="token_ids") from None
-    except RecursionError:
-        raise InvalidRequest("token_ids is nested too deeply", param="token_ids") from None
-    if not isinstance(values, list):
-        raise InvalidRequest(f"token_ids must be an array of integers, got {_kind(values)}", param="token_ids")
-    for i, value in enumerate(values):
-        if type(value) is not int:
-            raise InvalidRequest(f"token_ids[{i}] must be an integer, got {_kind(value)}", param=f"token_ids[{i}]")
-    raise InvalidRequest("token_ids must be a plain array of integers", param="token_ids")
-
-
-def _kind(value: Any) -> str:
-    names = {bool: "a boolean", str: "a string", float: "a number with a fraction", dict: "an object", list: "an array"}
-    return "null" if value is None else names.get(type(value), type(value).__name__)
+        return read_json_ids(bytes(raw)) if self.is_json else read_packed_ids(raw)
 
 
 def parse_request(
@@ -329,7 +246,7 @@ def parse_request(
         )
     sampling_obj = fields.any("sampling_params")
     if not isinstance(sampling_obj, dict):
-        what = "is required" if sampling_obj is None else f"must be an object, got {_kind(sampling_obj)}"
+        what = "is required" if sampling_obj is None else f"must be an object, got {json_kind(sampling_obj)}"
         raise InvalidRequest(f"sampling_params {what}", param="sampling_params")
     salt = _cache_salt(fields.known("cache_salt"), sampling_obj.pop("cache_salt", None))
     sampling = parse_sampling(sampling_obj, drop_unknown=limits.drop_unknown_sampling)
@@ -345,7 +262,7 @@ def parse_request(
     options = _options(fields, session=headers.get("x-session-id"), limits=limits)
     features = _features(fields, prompt_tokens=int(token_ids.size), limits=limits)
     return GenerateRequest(
-        request_id=_request_id(headers.get("x-request-id"), fields.known("request_id")),
+        request_id=request_id_of(headers.get("x-request-id"), fields.known("request_id")),
         token_ids=token_ids,
         sampling=sampling,
         model=_name(fields.known("model"), param="model"),
@@ -407,7 +324,12 @@ def _traceparent(text: str | None) -> str | None:
     return text if text is not None and len(text) <= MAX_TRACEPARENT_CHARS and text.isascii() else None
 
 
-def _request_id(header: str | None, field: str | None) -> str:
+def request_id_of(header: str | None, field: str | None) -> str:
+    """A request's id: the header's before the body's, a new one where neither is given.
+
+    Raises:
+        InvalidRequest: empty, too long, or not printable.
+    """
     value = header if header is not None else field
     if value is None:
         return uuid.uuid4().hex
@@ -422,7 +344,7 @@ def _request_id(header: str | None, field: str | None) -> str:
 def _cache_salt(top: str | None, nested: Any) -> str | None:
     if nested is not None and not isinstance(nested, str):
         raise InvalidRequest(
-            f"sampling_params.cache_salt must be a string, got {_kind(nested)}", param="sampling_params.cache_salt"
+            f"sampling_params.cache_salt must be a string, got {json_kind(nested)}", param="sampling_params.cache_salt"
         )
     if top is not None and nested is not None and top != nested:
         raise InvalidRequest(
@@ -518,7 +440,7 @@ def _features(fields: _Body, *, prompt_tokens: int, limits: RequestLimits) -> li
     if obj is None:
         return None
     if not isinstance(obj, dict):
-        raise InvalidRequest(f"features must be an object, got {_kind(obj)}", param="features")
+        raise InvalidRequest(f"features must be an object, got {json_kind(obj)}", param="features")
     return parse_features(obj, prompt_tokens=prompt_tokens, max_bytes=limits.max_feature_bytes)
 
 

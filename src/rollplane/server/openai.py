@@ -7,7 +7,6 @@ omitted is the room left in the context, as on Generate.
 
 import asyncio
 import time
-import uuid
 from typing import Any, Final
 
 import msgspec
@@ -33,11 +32,11 @@ from rollplane.protocol.openai import (
 )
 from rollplane.protocol.request import (
     JSON,
-    MAX_REQUEST_ID_CHARS,
     ContentPart,
     GenerateRequest,
     RequestOptions,
     caller_of,
+    request_id_of,
 )
 from rollplane.protocol.response import GenerateResponse
 from rollplane.server.engine_calls import BIG_BODY_BYTES, BIG_NUMBERS, add_event, info_of, running
@@ -166,7 +165,7 @@ async def read_asked(request: Request, service: Service, body: EvaluationBody, r
             raise PayloadTooLarge(
                 f"{where} has {each.size} tokens, the limit is {service.settings.max_prompt_tokens}", param=where
             )
-    request_id = _request_id(request.headers.get("x-request-id"), body.request_id)
+    request_id = request_id_of(request.headers.get("x-request-id"), body.request_id)
     options = _options(request, body)
     caller = caller_of(request.headers.get("authorization"))
     info = await info_of(
@@ -229,18 +228,6 @@ def _requests(
         )
         for i, ids in enumerate(prompts)
     ]
-
-
-def _request_id(header: str | None, field: str | None) -> str:
-    value = header if header is not None else field
-    if value is None:
-        return uuid.uuid4().hex
-    if not 1 <= len(value) <= MAX_REQUEST_ID_CHARS or not value.isprintable():
-        raise InvalidRequest(
-            f"request_id must be a printable string of 1 to {MAX_REQUEST_ID_CHARS} characters, has {len(value)}",
-            param="request_id",
-        )
-    return value
 
 
 async def _answer(service: Service, asked: Asked) -> bytes:

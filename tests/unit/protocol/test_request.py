@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from rollplane.errors import InvalidRequest, PayloadTooLarge, UnsupportedMedia
-from rollplane.protocol.request import JSON, MSGPACK, RequestLimits, parse_request, parse_token_ids
+from rollplane.protocol.request import JSON, MSGPACK, RequestLimits, parse_request
 from rollplane.protocol.sampling import FIELD_NAMES
 
 PRIME_RL = {
@@ -342,7 +342,6 @@ NOT_JSON = [
 
 @pytest.mark.parametrize(("text", "ids"), GOOD_IDS)
 def test_token_ids_are_read_exactly(text: str, ids: list[int]) -> None:
-    assert parse_token_ids(text.encode()).tolist() == ids
     found = parse_request(b'{"token_ids":' + text.encode() + b',"sampling_params":{}}').token_ids
     assert (found.tolist(), found.dtype) == (ids, np.int32)
 
@@ -352,14 +351,10 @@ def test_what_is_no_token_id_is_refused_by_its_place(text: str, says: str) -> No
     with pytest.raises(InvalidRequest, match=says) as caught:
         parse_request(b'{"token_ids":' + text.encode() + b',"sampling_params":{}}')
     assert caught.value.param is not None
-    with pytest.raises(InvalidRequest, match=says):
-        parse_token_ids(text.encode())
 
 
 @pytest.mark.parametrize("text", NOT_JSON)
 def test_numbers_that_only_a_lenient_reader_takes_are_refused(text: str) -> None:
-    with pytest.raises(InvalidRequest):
-        parse_token_ids(text.encode())
     with pytest.raises(InvalidRequest):
         parse_request(b'{"token_ids":' + text.encode() + b',"sampling_params":{}}')
 
@@ -369,7 +364,7 @@ def test_numbers_that_only_a_lenient_reader_takes_are_refused(text: str) -> None
 def test_token_ids_are_what_json_says_or_refused(text: str) -> None:
     """Whatever stands between the brackets: the reader agrees with the standard library's, or refuses."""
     try:
-        found = parse_token_ids(f"[{text}]".encode()).tolist()
+        found = parse_request(f'{{"token_ids":[{text}],"sampling_params":{{}}}}'.encode()).token_ids.tolist()
     except InvalidRequest:
         return
     assert found == json.loads(f"[{text}]")
