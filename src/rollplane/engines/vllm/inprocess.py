@@ -9,11 +9,9 @@ import contextlib
 import itertools
 import tempfile
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from pathlib import Path
 from typing import Any
-
-import numpy as np
 
 from rollplane.admission import check_request
 from rollplane.engines.kv_mirror import KvMirror
@@ -24,8 +22,9 @@ from rollplane.engines.vllm.core_reader import CoreReader
 from rollplane.engines.vllm.facts import read_info, transfer_kinds
 from rollplane.engines.vllm.features import MediaModel, engine_input, sample_model
 from rollplane.engines.vllm.live import LiveChoice, LiveRequest
-from rollplane.engines.vllm.media import check_urls, placeholders_of, rendered
+from rollplane.engines.vllm.media import check_urls, rendered
 from rollplane.engines.vllm.native import NativeTransfer, Sleep
+from rollplane.engines.vllm.outputs import stream_events, unary_events
 from rollplane.engines.vllm.policy import Policy
 from rollplane.engines.vllm.settings import VllmSettings
 from rollplane.engines.vllm.start import follow_kv_events, read_loaded, start_engine
@@ -36,7 +35,7 @@ from rollplane.errors import Conflict, EngineDied, EngineFailed, InvalidRequest,
 from rollplane.identity import engine_salt
 from rollplane.protocol.admin import AllowTensors, FlushReport, PauseMode, PauseReport, ResumeReport, StagedWeights
 from rollplane.protocol.broadcast import Manifest, TransferGroup
-from rollplane.protocol.events import EndEvent, Event, PromptEvent, ServedBy
+from rollplane.protocol.events import Event
 from rollplane.protocol.info import EngineHealth, EngineInfo
 from rollplane.protocol.kv_events import KvEvent
 from rollplane.protocol.rendered import RenderBody, Rendered
@@ -169,8 +168,8 @@ class VllmEngine:
         try:
             await self._prepare(live)
             await self._admit(live)
-            events = self._stream(live) if request.stream else self._unary(live)
-            async for event in events:
+            events = stream_events if request.stream else unary_events
+            async for event in events(live, logprobs_mode=self.info.capabilities.logprobs_mode):
                 yield event
         except RollplaneError:
             raise
@@ -378,110 +377,6 @@ class VllmEngine:
             raise self._translate(error) from error
         if live.aborted.is_set():
             await versions.abort(self._engine, choice.collector)
-
-    async def _unary(self, live: LiveRequest) -> AsyncIterator[Event]:
-        outputs: list[Any] = []
-        for choice in live.choices:
-            outputs.append(None if choice.ended else await choice.next_output())
-            choice.ended = True
-        yield self._prompt_event(live, next((o for o in outputs if o is not None), None))
-        for choice, output in zip(live.choices, outputs, strict=True):
-            yield self._ending(live, choice, output)
-        yield self._end_event(live, outputs)
-
-    async def _stream(self, live: LiveRequest) -> AsyncIterator[Event]:
-        last: list[Any] = []
-        prompt_said = False
-        async for choice, output in self._outputs(live):
-            if not prompt_said:
-                yield self._prompt_event(live, output)
-                prompt_said = True
-            if output.finished:
-                last.append(output)
-                yield self._ending(live, choice, output)
-                continue
-            done = output.outputs[0]
-            event, floored = convert.read_delta(done, live.plan, index=choice.index, sent=choice.sent)
-            live.floored += floored
-            if event is not None:
-                choice.sent += int(event.token_ids.size)
-                yield event
-        if not prompt_said:
-            yield self._prompt_event(live, None)
-        for choice in live.choices:
-            if choice.collector is None:
-                yield self._ending(live, choice, None)
-        yield self._end_event(live, last)
-
-    async def _outputs(self, live: LiveRequest) -> AsyncIterator[tuple[LiveChoice, Any]]:
-        """Every choice's outputs as they come, the last one of each with `finished` set."""
-        tasks = {asyncio.ensure_future(choice.next_output()): choice for choice in live.open_choices}
-        try:
-            while tasks:
-                done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    choice = tasks.pop(task)
-                    output = task.result()
-                    if output.finished:
-                        choice.ended = True
-                    yield choice, output
-                    if not output.finished:
-                        tasks[asyncio.ensure_future(choice.next_output())] = choice
-        finally:
-            for task in tasks:
-                task.cancel()
-            if tasks:
-                await asyncio.wait(tasks)
-
-    def _prompt_event(self, live: LiveRequest, output: Any) -> PromptEvent:
-        request = live.request
-        event = PromptEvent(prompt_tokens=live.prompt_tokens)
-        if request.return_token_ids:
-            event.prompt_token_ids = np.array(live.prompt["prompt_token_ids"], dtype=np.int32)
-            event.mm_placeholders = placeholders_of(live.prompt)
-        if output is None:
-            return event
-        if output.num_cached_tokens is not None and output.num_cached_tokens >= 0:
-            event.cached_tokens = int(output.num_cached_tokens)
-        if request.sampling.get("prompt_logprobs") is not None and output.prompt_logprobs is not None:
-            event.prompt_logprobs, floored = convert.read_prompt_logprobs(
-                output.prompt_logprobs, prompt_tokens=live.prompt_tokens
-            )
-            live.floored += floored
-        event.prompt_token_id_logprobs = convert.read_fixed_scores(getattr(output, "prompt_token_id_logprobs", None))
-        return event
-
-    def _ending(self, live: LiveRequest, choice: LiveChoice, output: Any) -> Event:
-        if output is None:
-            return convert.empty_ending(live.plan, index=choice.index, spans=choice.spans.read(0))
-        done = output.outputs[0]
-        event, floored = convert.read_ending(
-            done,
-            live.plan,
-            index=choice.index,
-            sent=choice.sent,
-            spans=choice.spans.read(len(done.token_ids)),
-        )
-        live.floored += floored
-        return event
-
-    def _end_event(self, live: LiveRequest, outputs: list[Any]) -> EndEvent:
-        given = [output for output in outputs if output is not None]
-        greedy = live.request.sampling.get("temperature", 1.0) == 0
-        mode = self.info.capabilities.logprobs_mode
-        end = EndEvent(
-            served_by=ServedBy(
-                logprobs_mode="greedy" if greedy and mode == "sampling" else mode,
-                sampling_mask_mode="sampling" if live.plan.mask else None,
-                floored_logprobs=live.floored,
-                recomputed=[(0, live.recomputed_rows)] if live.recomputed_rows else [],
-            )
-        )
-        if given:
-            end.kv_transfer_params = next((o.kv_transfer_params for o in given if o.kv_transfer_params), None)
-            end.ec_transfer_params = next((o.ec_transfer_params for o in given if o.ec_transfer_params), None)
-            end.metrics = convert.read_timings(given[0].metrics)
-        return end
 
     async def _leave(self, live: LiveRequest) -> None:
         """Forget a request; what vLLM still runs of it is ended within its next step."""
