@@ -14,6 +14,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 
 from rollplane.engines.mock.draws import Draws
+from rollplane.engines.mock.events import delta_event, end_event, ending_event, prompt_event
 from rollplane.engines.mock.hashing import key_of
 from rollplane.engines.mock.language import Language
 from rollplane.engines.mock.live import Live, Sequence
@@ -25,7 +26,7 @@ from rollplane.engines.mock.step_clock import Clock, Handle, StepClock
 from rollplane.errors import EngineFailed, RollplaneError
 from rollplane.identity import block_keys, routing_tokens
 from rollplane.protocol.admin import PauseMode
-from rollplane.protocol.events import ChoiceEvent, EndEvent, FinishReason, PromptEvent, ServedBy
+from rollplane.protocol.events import FinishReason
 from rollplane.protocol.request import GenerateRequest
 from rollplane.protocol.versions import VersionSpans
 
@@ -264,12 +265,9 @@ class Core:
             self._push_delta(sequence, made)
 
     def _push_delta(self, sequence: Sequence, made: int) -> None:
-        part = sequence.draws.cut(sequence.sent, made)
-        by = sequence.live.by
+        event = delta_event(sequence, made)
         sequence.sent = made
-        sequence.live.push(
-            ChoiceEvent(index=sequence.index, token_ids=part.ids, logprobs=part.logprobs() if by.logprobs else None)
-        )
+        sequence.live.push(event)
 
     def _used_up(self, sequence: Sequence) -> None:
         """Every drawn token exists: the choice ends, has its fault, or draws more."""
@@ -373,28 +371,8 @@ class Core:
 
     def _announce(self, live: Live) -> None:
         live.announced = True
-        request = live.request
-        asked = request.sampling.get("prompt_logprobs")
-        places: dict[str, list[dict[str, object]]] | None = None
-        if request.features and request.return_token_ids:
-            places = {}
-            for item in request.features:
-                places.setdefault(item.modality, []).append({"offset": item.offset, "length": item.length})
-        wrong = 1 if live.fault is not None and live.fault.kind == "wrong_prompt_count" else 0
         live.push(
-            PromptEvent(
-                prompt_tokens=request.prompt_tokens + wrong,
-                cached_tokens=live.cached_tokens if self.settings.cache_blocks else None,
-                prompt_token_ids=request.token_ids if request.return_token_ids else None,
-                prompt_logprobs=None
-                if asked is None
-                else self.language.score(
-                    self._scope(request),
-                    request.token_ids,
-                    alternatives=self.language.modulus if asked == -1 else int(asked),
-                ),
-                mm_placeholders=places,
-            )
+            prompt_event(live, self.language, scope=self._scope(live.request), caches=bool(self.cache.capacity_blocks))
         )
 
     def _plan(self, sequence: Sequence) -> None:
@@ -438,50 +416,24 @@ class Core:
     def _finish(self, sequence: Sequence, made: int, *, reason: FinishReason) -> None:
         """Say a choice's last word, and the request's after its last choice."""
         live = sequence.live
-        request, by = live.request, live.by
-        whole = sequence.draws.cut(0, made)
-        part = whole.cut(sequence.sent, made)
+        event = ending_event(sequence, made, reason=reason, version=self.version, router=self.router)
         sequence.done = True
         self._running.pop(sequence, None)
         self._hung.pop(sequence, None)
         self.counters["tokens"] += made
-        live.floored += whole.floored() if by.logprobs else 0
-        routes = None
-        if live.want_routes and self.router is not None:
-            start = int(request.sampling.get("routed_experts_prompt_start", 0))
-            segments = [s for s in sequence.segments if s[1] == 0 or s[1] < made]
-            routes = self.router.capture(segments, request.token_ids, whole.ids, start=start)
-        event = ChoiceEvent(
-            index=sequence.index,
-            token_ids=part.ids,
-            logprobs=part.logprobs() if by.logprobs else None,
-            finish_reason=reason,
-            stop_reason=sequence.stop_reason if reason == "stop" else None,
-            routed_experts=routes,
-            sampling_mask=whole.mask(),
-            policy_versions=[(self.version, 0)] if sequence.labels is None else sequence.labels.read(made),
-        )
         kind = live.fault.kind if live.fault is not None and sequence.index == 0 else None
         for spoiled in [event] if kind is None else spoil_choice(kind, event):
             live.push(spoiled)
+        whole = sequence.draws.cut(0, made)
+        live.floored += whole.floored() if live.by.logprobs else 0
         if not live.mixed and live.started:
             self._store_output(live, whole)
         if all(s.done for s in live.sequences):
             self._end(live)
 
     def _end(self, live: Live) -> None:
-        by = live.by
         if live.fault is None or live.fault.kind != "no_end":
-            live.push(
-                EndEvent(
-                    served_by=ServedBy(
-                        logprobs_mode="greedy" if by.greedy else "sampling",
-                        sampling_mask_mode=None if not by.mask else "greedy" if by.greedy else "sampling",
-                        floored_logprobs=live.floored,
-                        recomputed=[(0, live.recomputed_rows)] if live.recomputed_rows else [],
-                    )
-                )
-            )
+            live.push(end_event(live))
         live.ended = True
         live.wake()
         self._leave(live)
