@@ -111,15 +111,17 @@ async def test_an_abort_ends_the_wait_for_the_first_worker_of_one_request_or_of_
         chat = {"messages": [{"role": "user", "content": "def main"}], "request_id": "chat", **SAMPLING}
         unary = asyncio.create_task(client.generate([5, 6, 7], sampling_params=SAMPLING, request_id="unary"))
         streamed, evaluated = asyncio.create_task(stream()), asyncio.create_task(post("/v1/chat/completions", chat))
+        pair = {"prompt": [[5, 6], [7, 8]], "request_id": "pair", **SAMPLING}
+        both = asyncio.create_task(post("/v1/completions", pair))
         kept = asyncio.create_task(client.generate([5, 6, 7], sampling_params=SAMPLING, request_id="kept"))
         await start.waiting(3)
-        await start.waiting(1, "eval")
+        await start.waiting(2, "eval")
         if named:
             assert await post("/engine/abort_request", {"request_id": "nobody"}) == (
                 200,
                 {"status": "ok", "aborted": 0},
             )
-            for name in ("unary", "streamed", "chat"):
+            for name in ("unary", "streamed", "chat", "pair-1"):
                 assert await post("/engine/abort_request", {"request_id": name}) == (
                     200,
                     {"status": "ok", "aborted": 1},
@@ -130,6 +132,7 @@ async def test_an_abort_ends_the_wait_for_the_first_worker_of_one_request_or_of_
             with pytest.raises(Cancelled, match="aborted before a worker was reached"):
                 await task
         assert (await evaluated)[0] == 499
+        assert (await both)[0] == 499
         if named:
             start.discover()
             assert (await kept).choices[0].token_ids.size == 6

@@ -3,7 +3,7 @@
 import asyncio
 import shutil
 import subprocess
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -28,6 +28,7 @@ from rollplane.errors import (
     PayloadTooLarge,
     TransportError,
 )
+from rollplane.protocol.admin import FlushReport, PauseReport
 from rollplane.protocol.events import ChoiceEvent, PromptEvent
 from rollplane.protocol.features import MediaItem
 from rollplane.testing import answer, collect, make_request, watching
@@ -390,51 +391,47 @@ async def test_a_stream_announces_its_prompt_once_for_all_choices() -> None:
 # -- a flush beside a pause -------------------------------------------------------------------------------------------
 
 
-async def test_a_flush_resumes_nothing_that_a_caller_paused_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The server has one pause only: a flush that ends would lift the caller's."""
-    async with running(PACED) as (engine, _):
-        asked, go_on = asyncio.Event(), asyncio.Event()
-        pause = engine.control.pause
+Race = Callable[[GrpcEngine, str], Awaitable[tuple[FlushReport, PauseReport]]]
+
+
+@pytest.fixture
+def pause_amid_a_flush(monkeypatch: pytest.MonkeyPatch) -> Race:
+    """Flush with preemption, and pause while it holds the server paused: after its `pause` or before its `resume`."""
+
+    async def race(engine: GrpcEngine, name: str) -> tuple[FlushReport, PauseReport]:
+        begun, go_on = asyncio.Event(), asyncio.Event()
+        call = getattr(engine.control, name)
 
         async def slowly(*args: Any, **options: Any) -> None:
-            await pause(*args, **options)
-            asked.set()
+            if name == "pause":
+                await call(*args, **options)
+            begun.set()
             await go_on.wait()
+            if name == "resume":
+                await call(*args, **options)
 
-        monkeypatch.setattr(engine.control, "pause", slowly)
+        monkeypatch.setattr(engine.control, name, slowly)
         flushing = asyncio.create_task(engine.flush_cache(preempt=True))
-        await asyncio.wait_for(asked.wait(), 5.0)
+        await asyncio.wait_for(begun.wait(), 5.0)
         pausing = asyncio.create_task(engine.pause("keep"))
         await asyncio.sleep(0)
         go_on.set()
+        return await asyncio.wait_for(asyncio.gather(flushing, pausing), 5.0)
 
-        assert (await asyncio.wait_for(flushing, 5.0)).reset
-        assert not (await asyncio.wait_for(pausing, 5.0)).already_paused
+    return race
+
+
+@pytest.mark.parametrize("call", ["pause", "resume"])
+async def test_a_flush_resumes_nothing_that_a_caller_pauses_meanwhile(call: str, pause_amid_a_flush: Race) -> None:
+    """The server has one pause only: a flush that ends would lift the caller's."""
+    async with running(PACED) as (engine, _):
+        flushed, paused = await pause_amid_a_flush(engine, call)
+        assert flushed.reset
+        assert not paused.already_paused
         assert await engine.control.is_paused()
         assert (await engine.health()).state == "paused"
         assert (await engine.resume()).was_paused
         assert not await engine.control.is_paused()
-
-
-async def test_a_pause_that_comes_while_a_flush_resumes_holds_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
-    async with running(PACED) as (engine, _):
-        asked, go_on = asyncio.Event(), asyncio.Event()
-        resume = engine.control.resume
-
-        async def slowly() -> None:
-            asked.set()
-            await go_on.wait()
-            await resume()
-
-        monkeypatch.setattr(engine.control, "resume", slowly)
-        flushing = asyncio.create_task(engine.flush_cache(preempt=True))
-        await asyncio.wait_for(asked.wait(), 5.0)
-        pausing = asyncio.create_task(engine.pause("keep"))
-        await asyncio.sleep(0)
-        go_on.set()
-
-        await asyncio.wait_for(asyncio.gather(flushing, pausing), 5.0)
-        assert await engine.control.is_paused()
 
 
 async def test_a_flush_beside_a_pause_that_still_drains_refuses() -> None:

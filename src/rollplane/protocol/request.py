@@ -110,6 +110,18 @@ class GenerateRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     """Engine-side adapter name (`name@generation`), set by the worker that leased it."""
 
     @property
+    def head(self) -> "RequestHead":
+        """What is looked at before anything of what serves the request is known."""
+        about = self.options
+        return RequestHead(
+            names=(self.request_id,),
+            model=self.model,
+            caller=self.caller,
+            traffic_class=about.traffic_class,
+            deadline_s=about.deadline_s,
+        )
+
+    @property
     def prompt_tokens(self) -> int:
         """Length of the prompt as sent."""
         return int(self.token_ids.size)
@@ -118,6 +130,20 @@ class GenerateRequest(msgspec.Struct, kw_only=True, omit_defaults=True):
     def scores_only(self) -> bool:
         """Whether the request only scores its prompt: such callers parse strictly and get no routes unless they ask."""
         return self.sampling.get("prompt_logprobs") is not None and self.sampling.get("max_tokens") == 1
+
+
+class RequestHead(msgspec.Struct, frozen=True, kw_only=True):
+    """A request that waits for the facts of what serves its model.
+
+    `names`: the ids by which it can be aborted (several where one body asks for several prompts). `deadline_s`: seconds
+    from now, None without a deadline.
+    """
+
+    names: tuple[str, ...]
+    model: str | None
+    caller: str | None
+    traffic_class: str | None
+    deadline_s: float | None
 
 
 class RequestLimits(msgspec.Struct, frozen=True, kw_only=True):

@@ -18,7 +18,7 @@ from typing import Final
 import msgspec
 
 from rollplane.errors import DeadlineExceeded, Overloaded
-from rollplane.protocol.request import GenerateRequest
+from rollplane.protocol.request import GenerateRequest, RequestHead
 from rollplane.router.queue_counts import QueueCounts, QueueReport, Who, Why
 
 DEFAULT_CLASS: Final = "train"
@@ -118,16 +118,16 @@ class FairQueue:
         )
 
     @contextlib.contextmanager
-    def outside(self, *, traffic: str | None, caller: str | None, model: str | None) -> Generator[None, None, None]:
+    def outside(self, head: RequestHead) -> Generator[None, None, None]:
         """Counts a request as waiting while the block lasts, which waits for something else than room.
 
         Raises:
             Overloaded: too many wait already.
         """
-        waiter = Waiter(1, traffic=self._class_of(traffic), caller=caller, model=model)
+        waiter = Waiter(1, traffic=self._class_of(head.traffic_class), caller=head.caller, model=head.model)
         self._check_waiting(waiter)
         self._outside.append(waiter)
-        self._waiting_of_caller[caller] += 1
+        self._waiting_of_caller[head.caller] += 1
         try:
             yield
         except DeadlineExceeded:
@@ -135,7 +135,7 @@ class FairQueue:
             raise
         finally:
             self._outside.remove(waiter)
-            self._no_longer_waits(caller)
+            self._no_longer_waits(head.caller)
 
     async def enter(self, request: GenerateRequest, *, ends: float | None, woken: asyncio.Event) -> Waiter | None:
         """Wait for room; what `leave` takes back. None: `woken` was set first.

@@ -14,7 +14,7 @@ from rollplane.errors import NotFound, RollplaneError, Unavailable
 from rollplane.protocol.events import Event
 from rollplane.protocol.info import EngineHealth, EngineInfo
 from rollplane.protocol.rendered import RenderBody, Rendered
-from rollplane.protocol.request import GenerateRequest
+from rollplane.protocol.request import GenerateRequest, RequestHead
 from rollplane.rl.fleet import Fleet
 from rollplane.router.observed import Observed
 from rollplane.router.report import PlacementReport
@@ -68,36 +68,25 @@ class Models:
             request = msgspec.structs.replace(request, model=known_as)
         return router.generate(request)
 
-    async def known(
-        self,
-        model: str | None,
-        *,
-        request_id: str,
-        deadline_s: float | None,
-        caller: str | None,
-        traffic_class: str | None,
-    ) -> EngineInfo:
+    async def known(self, head: RequestHead) -> EngineInfo:
         """The facts of what serves a model; see `Router.known`. While no fleet that was reached serves it, those that were not
         are waited for.
 
         Raises:
             NotFound: no fleet serves it.
         """
-        asked = {"caller": caller, "traffic_class": traffic_class}
-        ends = None if deadline_s is None else time.monotonic() + deadline_s
+        ends = None if head.deadline_s is None else time.monotonic() + head.deadline_s
 
-        def left_s() -> float | None:
-            return None if ends is None else max(ends - time.monotonic(), 0.0)
+        def left() -> RequestHead:
+            left_s = None if ends is None else max(ends - time.monotonic(), 0.0)
+            return msgspec.structs.replace(head, deadline_s=left_s)
 
         while True:
             try:
-                router, _ = self._of(model)
+                router, _ = self._of(head.model)
             except Unavailable:
                 unknown = [router for router in self.routers.values() if not router.reached]
-                waits = [
-                    asyncio.ensure_future(router.known(model, request_id=request_id, deadline_s=left_s(), **asked))
-                    for router in unknown
-                ]
+                waits = [asyncio.ensure_future(router.known(left())) for router in unknown]
                 try:
                     done, _ = await asyncio.wait(waits, return_when=asyncio.FIRST_COMPLETED)
                     for wait in done:
@@ -107,7 +96,7 @@ class Models:
                         wait.cancel()
                     await asyncio.gather(*waits, return_exceptions=True)
             else:
-                return await router.known(model, request_id=request_id, deadline_s=left_s(), **asked)
+                return await router.known(left())
 
     async def render_media(self, body: RenderBody, *, model: str | None = None) -> Rendered:
         """See `Router.render_media`; where the model is."""

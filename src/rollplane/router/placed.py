@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Generator
+from collections.abc import AsyncGenerator, AsyncIterator, Generator, Sequence
 from typing import Protocol
 
 from rollplane.protocol.events import Event
@@ -46,17 +46,19 @@ class Unknowing:
         return f"<Unknowing {len(self._aborted)}>"
 
     @contextlib.contextmanager
-    def waits(self, request_id: str) -> Generator[asyncio.Event, None, None]:
-        """The block waits; the event is set when the request is aborted."""
+    def waits(self, names: Sequence[str]) -> Generator[asyncio.Event, None, None]:
+        """The block waits; the event is set when the request is aborted by any of its names."""
         aborted = asyncio.Event()
-        self._aborted.setdefault(request_id, []).append(aborted)
+        for name in names:
+            self._aborted.setdefault(name, []).append(aborted)
         try:
             yield aborted
         finally:
-            callers = self._aborted[request_id]
-            callers.remove(aborted)
-            if not callers:
-                del self._aborted[request_id]
+            for name in names:
+                callers = self._aborted[name]
+                callers.remove(aborted)
+                if not callers:
+                    del self._aborted[name]
 
     def abort(self, request_id: str) -> int:
         """End the waits for a request; 1 where there were any that had not been ended yet."""

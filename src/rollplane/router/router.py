@@ -29,7 +29,7 @@ from rollplane.identity import identify
 from rollplane.protocol.events import ChoiceEvent, EndEvent, Event, PromptEvent
 from rollplane.protocol.info import EngineHealth, EngineInfo
 from rollplane.protocol.rendered import RenderBody, Rendered
-from rollplane.protocol.request import GenerateRequest
+from rollplane.protocol.request import GenerateRequest, RequestHead
 from rollplane.rl.fleet import Fleet
 from rollplane.rl.members import FleetWorker
 from rollplane.rl.remote import RemoteWorker
@@ -263,14 +263,7 @@ class Router:
             await asyncio.to_thread(identify, request.features)
         else:
             identify(request.features)
-        about = request.options
-        info = await self.known(
-            request.model,
-            request_id=request.request_id,
-            deadline_s=deadline_s,
-            caller=request.caller,
-            traffic_class=about.traffic_class,
-        )
+        info = await self.known(request.head)
         check_request(request, info)
         placement = self._placed[request.request_id] = Placement()
         entered: Waiter | None = None
@@ -380,15 +373,7 @@ class Router:
             if self._placed.get(request.request_id) is placement:  # a repeat may have taken the id meanwhile
                 del self._placed[request.request_id]
 
-    async def known(
-        self,
-        model: str | None,
-        *,
-        request_id: str,
-        deadline_s: float | None,
-        caller: str | None,
-        traffic_class: str | None,
-    ) -> EngineInfo:
+    async def known(self, head: RequestHead) -> EngineInfo:
         """The facts of the workers, without which no request can be checked. Until the first one is reached a request waits,
         and counts among those that wait for room.
 
@@ -398,9 +383,8 @@ class Router:
         """
         with contextlib.suppress(Unavailable):
             return self.fleet.info
-        limit = time.monotonic() + (self.settings.hold_limit_s if deadline_s is None else deadline_s)
-        who = {"traffic": traffic_class, "caller": caller, "model": model}
-        with self.queue.outside(**who), self.unknowing.waits(request_id) as aborted:
+        limit = time.monotonic() + (self.settings.hold_limit_s if head.deadline_s is None else head.deadline_s)
+        with self.queue.outside(head), self.unknowing.waits(head.names) as aborted:
             while True:
                 if aborted.is_set():
                     raise Cancelled("the request was aborted before a worker was reached")
@@ -409,7 +393,7 @@ class Router:
                     return self.fleet.info
                 except Unavailable as error:
                     left = limit - time.monotonic()
-                    if self._closing or (left <= 0 and deadline_s is None):
+                    if self._closing or (left <= 0 and head.deadline_s is None):
                         raise
                     if left <= 0:
                         raise DeadlineExceeded(

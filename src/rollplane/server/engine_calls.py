@@ -12,7 +12,7 @@ from rollplane.errors import RollplaneError, Unavailable
 from rollplane.fold import Fold
 from rollplane.protocol.events import ChoiceEvent, Event, PromptEvent
 from rollplane.protocol.info import EngineInfo
-from rollplane.protocol.request import GenerateRequest, RequestOptions
+from rollplane.protocol.request import GenerateRequest, RequestHead, RequestOptions
 from rollplane.protocol.response import Choice
 from rollplane.server.service import Service
 from rollplane.server.watch import run_unanswered, run_watched
@@ -27,30 +27,14 @@ BIG_ROUTES_BYTES: Final = 1 << 20
 class KnownLater(Protocol):
     """An engine that may not know yet what it serves: a router whose workers were not reached."""
 
-    async def known(
-        self,
-        model: str | None,
-        *,
-        request_id: str,
-        deadline_s: float | None,
-        caller: str | None,
-        traffic_class: str | None,
-    ) -> EngineInfo:
-        """What serves this model, waited for up to the deadline or an abort of the request."""
+    async def known(self, head: RequestHead) -> EngineInfo:
+        """What serves a request's model, waited for up to its deadline or an abort."""
         ...
 
 
-async def info_of(
-    service: Service,
-    receive: Receive,
-    *,
-    request_id: str,
-    model: str | None,
-    options: RequestOptions,
-    caller: str | None,
-) -> EngineInfo:
+async def info_of(service: Service, receive: Receive, head: RequestHead, *, options: RequestOptions) -> EngineInfo:
     """The facts of what serves a request. A server that has just started waits for them as the request would wait for a
-    worker; what that takes is taken off the request's deadline.
+    worker; what that takes is taken off the deadline in `options`, the request's own.
 
     Raises:
         RollplaneError: they did not come in time, too many wait, the request was aborted, or the caller hung up.
@@ -61,14 +45,11 @@ async def info_of(
         engine: object = service.engine
         if not isinstance(engine, KnownLater):
             raise
-    began, deadline_s = time.monotonic(), options.deadline_s
-    waiting = engine.known(
-        model, request_id=request_id, deadline_s=deadline_s, caller=caller, traffic_class=options.traffic_class
-    )
+    began = time.monotonic()
     with service.one_in_flight():
-        info = await run_unanswered(waiting, receive)
-    if deadline_s is not None:
-        options.deadline_s = max(deadline_s - (time.monotonic() - began), 0.001)
+        info = await run_unanswered(engine.known(head), receive)
+    if head.deadline_s is not None:
+        options.deadline_s = max(head.deadline_s - (time.monotonic() - began), 0.001)
     return info
 
 

@@ -72,14 +72,7 @@ async def serve(
         stream = asked.stream
         request.scope["rollplane.request_id"] = asked.request_id
         wanted = wanted_type(head.get("accept"), stream=stream)
-        info = await info_of(
-            service,
-            request.receive,
-            request_id=asked.request_id,
-            model=asked.model,
-            options=asked.options,
-            caller=asked.caller,
-        )
+        info = await info_of(service, request.receive, asked.head, options=asked.options)
         plan = plan_for(asked, info, exact=service.role == "worker")
         encoding = asked.options.routed_experts_encoding or service.settings.routes_encoding
         if stream:

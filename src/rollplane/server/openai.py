@@ -34,6 +34,7 @@ from rollplane.protocol.request import (
     JSON,
     ContentPart,
     GenerateRequest,
+    RequestHead,
     RequestOptions,
     caller_of,
     request_id_of,
@@ -167,13 +168,23 @@ async def read_asked(request: Request, service: Service, body: EvaluationBody, r
             )
     request_id = request_id_of(request.headers.get("x-request-id"), body.request_id)
     options = _options(request, body)
-    caller = caller_of(request.headers.get("authorization"))
-    info = await info_of(
-        service, request.receive, request_id=request_id, model=body.model, options=options, caller=caller
+    names = _names(request_id, prompts=len(ids))
+    head = RequestHead(
+        names=tuple(dict.fromkeys([request_id, *names])),
+        model=body.model,
+        caller=caller_of(request.headers.get("authorization")),
+        traffic_class=options.traffic_class,
+        deadline_s=options.deadline_s,
     )
+    info = await info_of(service, request.receive, head, options=options)
     model = body.model or info.model
     style = Style.of(body, model=model, request_id=request_id, routes=service.settings.routes_encoding)
-    return Asked(_requests(request, body, raw, ids, media, style, request_id, options), style, texts, body)
+    return Asked(_requests(request, body, raw, ids, media, style, names, options), style, texts, body)
+
+
+def _names(request_id: str, *, prompts: int) -> list[str]:
+    """The request id of each prompt."""
+    return [request_id] if prompts == 1 else [f"{request_id}-{i}" for i in range(prompts)]
 
 
 def _options(request: Request, body: EvaluationBody) -> RequestOptions:
@@ -204,7 +215,7 @@ def _requests(
     prompts: list[Int32Array],
     media: list[ContentPart],
     style: Style,
-    request_id: str,
+    names: list[str],
     options: RequestOptions,
 ) -> list[GenerateRequest]:
     caller = caller_of(request.headers.get("authorization"))
@@ -212,7 +223,7 @@ def _requests(
     one = len(prompts) == 1
     return [
         GenerateRequest(
-            request_id=request_id if one else f"{request_id}-{i}",
+            request_id=name,
             token_ids=ids,
             sampling=style.sampling,
             model=body.model,
@@ -226,7 +237,7 @@ def _requests(
             idempotency_key=key if key is None or one else f"{key}-{i}",
             caller=caller,
         )
-        for i, ids in enumerate(prompts)
+        for i, (name, ids) in enumerate(zip(names, prompts, strict=True))
     ]
 
 

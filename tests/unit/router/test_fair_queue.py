@@ -221,9 +221,9 @@ def test_what_is_told_apart_is_bounded_whatever_callers_send() -> None:
 
 async def test_what_waits_for_something_else_than_room_counts_under_the_same_limits() -> None:
     queue = FairQueue(QueueSettings(max_waiting=1, max_waiting_per_key=1))
-    with queue.outside(traffic=None, caller="a", model=None):
+    with queue.outside(asked(caller="a").head):
         assert queue.waiting == {"train": 1}
-        with pytest.raises(Overloaded), queue.outside(traffic="eval", caller="b", model=None):
+        with pytest.raises(Overloaded), queue.outside(asked("eval", caller="b").head):
             pass
         # Room there is: nobody who can go is held up by those outside.
         assert await queue.enter(asked(), ends=None, woken=asyncio.Event()) is not None
