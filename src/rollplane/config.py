@@ -18,6 +18,8 @@ from msgspec import Meta
 from rollplane.errors import InvalidRequest
 
 ENV_PREFIX: Final = "ROLLPLANE_"
+MAX_SHOWN_CHARS: Final = 64
+"""Of a value that is none, in its refusal."""
 
 Port = Annotated[int, Meta(ge=0, le=65_535)]
 Seconds = Annotated[float, Meta(gt=0)]
@@ -367,9 +369,10 @@ def read_text(option: Option, text: str | list[str], *, origin: str) -> Any:
     try:
         return msgspec.convert(text, option.kind, strict=False)
     except msgspec.ValidationError as error:
-        words = str(error).partition(" - at `")[0]
+        words = str(error).partition(" - at `")[0].partition(", got `")[0]
         raise InvalidRequest(
-            f"{option.path} (from {origin}): {words[:1].lower()}{words[1:]}", param=option.path
+            f"{option.path} (from {origin}): {words[:1].lower()}{words[1:]}, got {text[:MAX_SHOWN_CHARS]!r}",
+            param=option.path,
         ) from None
 
 

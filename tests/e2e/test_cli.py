@@ -170,7 +170,10 @@ def test_without_keys_nothing_listens_beyond_loopback(command: tuple[str, ...]) 
 @pytest.mark.parametrize(
     ("arguments", "env", "says"),
     [
-        (("--port", "http"), {}, "server.port (from --port)"),
+        (("--port", "http"), {}, "server.port (from --port): expected `int`, got 'http'"),
+        (("--port", ""), {}, "server.port (from --port): expected `int`, got ''"),
+        (("--engine", "embedded"), {}, "the embedded engine needs worker.model (--model)"),
+        (("--port", "0", "--ready-file", "/nonexistent/ready"), {}, "ready file /nonexistent/ready cannot be written"),
         (("--port", "70000"), {}, "server.port (from --port)"),
         ((), {"ROLLPLANE_SERVER_PORT": "x"}, "server.port (from ROLLPLANE_SERVER_PORT)"),
         ((), {"ROLLPLANE_SERVER_PROT": "1"}, "ROLLPLANE_SERVER_PROT names no option"),
@@ -194,10 +197,40 @@ def test_wrong_settings_are_one_sentence_with_their_origin(
 def test_a_port_in_use_is_said(tmp_path: Path) -> None:
     with running("worker", "--port", "0", log=tmp_path / "log") as worker:
         port = ready_line(worker, tmp_path / "log")["url"].rsplit(":", 1)[1]
-        for command in ("worker", "serve"):
+        for command in ("worker", "serve", "mock-vllm"):
             done = run(command, "--port", port)
             assert done.returncode == 2
             assert f"cannot listen on 127.0.0.1:{port}" in done.stderr
+            assert "Traceback" not in done.stderr
+
+
+def test_a_routing_policy_that_is_none_is_one_sentence() -> None:
+    done = run("frontend", "--workers", "http://127.0.0.1:1", "--router", "soup", "--port", "0")
+
+    assert done.returncode == 2
+    assert done.stderr.splitlines() == [
+        "rollplane: router policy 'soup' is unknown; known: least_loaded, prefix_aware, round_robin"
+    ]
+
+
+def test_a_root_that_is_not_there_is_said_at_the_start(tmp_path: Path) -> None:
+    with running("worker", "--root", str(tmp_path / "absent"), "--port", "0", log=tmp_path / "log") as worker:
+        ready_line(worker, tmp_path / "log")
+        assert f"root_missing                   root={tmp_path / 'absent'}" in (tmp_path / "log").read_text()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("nonsense",), "URL[0] must be http(s)://host[:port], got 'nonsense'"),
+        (("--key-file", "/dev/null"), "no key in /dev/null"),
+    ],
+)
+def test_status_says_what_is_wrong_with_its_arguments(arguments: tuple[str, ...], says: str) -> None:
+    done = run("status", *arguments, "--once")
+
+    assert done.returncode == 2
+    assert says in done.stderr
 
 
 def test_settings_are_shown_with_their_origin(tmp_path: Path) -> None:
@@ -297,7 +330,7 @@ def test_children_of_a_killed_supervisor_stop_by_themselves(tmp_path: Path) -> N
 def test_serve_gives_up_on_workers_that_cannot_start(tmp_path: Path) -> None:
     done = run("serve", "--workers", "1", "--port", "0", "--engine-option", "max_model_len=0")
 
-    assert done.returncode in (1, 2)
+    assert done.returncode == 2
     assert "worker-0 ended with code 2" in done.stderr
     assert "max_model_len" in done.stderr
 

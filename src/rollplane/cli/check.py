@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from email.utils import parsedate_to_datetime
+from functools import partial
 from pathlib import Path
 from typing import Any, Final, Literal
 from urllib.parse import urlsplit
@@ -18,9 +19,14 @@ from urllib.parse import urlsplit
 import msgspec
 
 from rollplane.cli.engines import build_engine
+from rollplane.cli.frontend import discovery_of, urls_of, worker_key
+from rollplane.cli.main import missing
 from rollplane.config import FrontendSettings, ServerSettings, Settings, WorkerSettings
+from rollplane.discovery.file import FileDiscovery
+from rollplane.discovery.static import StaticDiscovery
 from rollplane.engines.registry import engine_class
 from rollplane.errors import RollplaneError
+from rollplane.router.policies import make_policy
 from rollplane.server import ops
 from rollplane.server.auth import KeyRing, check_binding
 from rollplane.server.text import TOKENIZER_FILE, text_directory
@@ -63,14 +69,13 @@ def main(settings: Settings) -> None:
 def findings(settings: Settings) -> Iterator[Finding]:
     """Every check that these settings call for; workers' addresses make it a frontend, else it is a worker."""
     server, frontend = settings.table(ServerSettings), settings.table(FrontendSettings)
-    is_frontend = bool(frontend.workers or frontend.workers_file)
+    is_frontend = bool(frontend.workers or frontend.workers_file or frontend.fleet or frontend.dynamo_rl_url)
     yield Finding(name="role", state="ok", says="frontend" if is_frontend else "worker")
     yield from _keys(server)
     yield from _ports(server)
     yield from _roots(server)
     if is_frontend:
-        for url in frontend.workers:
-            yield _peer("worker", url)
+        yield from _frontend(frontend)
     else:
         worker = settings.table(WorkerSettings)
         yield from _engine(worker)
@@ -83,6 +88,8 @@ def _tried(name: str, work: Callable[[], str]) -> Finding:
         return Finding(name=name, state="ok", says=work())
     except RollplaneError as error:
         return Finding(name=name, state="fail", says=error.message)
+    except ModuleNotFoundError as error:
+        return Finding(name=name, state="fail", says=missing(error))
     except (OSError, ValueError) as error:
         return Finding(name=name, state="fail", says=str(error))
 
@@ -120,6 +127,13 @@ def _ports(server: ServerSettings) -> Iterator[Finding]:
 
     yield _tried("ports", listen)
 
+    def ready_file() -> str:
+        ops.check_ready_file(server.ready_file)
+        return f"{server.ready_file} can be written"
+
+    if server.ready_file is not None:
+        yield _tried("ready file", ready_file)
+
 
 def _roots(server: ServerSettings) -> Iterator[Finding]:
     for root in server.root:
@@ -153,6 +167,33 @@ def _file_clock_skew(path: Path) -> float | None:
             return os.fstat(file.fileno()).st_mtime - now
     except OSError:
         return None
+
+
+def _frontend(about: FrontendSettings) -> Iterator[Finding]:
+    """The routing policy, the key that is sent to workers, and every worker that the settings name."""
+    yield _tried("workers", lambda: repr(discovery_of(about)).strip("<>"))
+    if about.router is not None:
+        yield _tried("router", lambda: repr(make_policy(about.router)).strip("<>"))
+    if about.worker_key_file is not None:
+        yield _tried("worker key", lambda: f"the first of {about.worker_key_file}" if worker_key(about) else "none")
+    urls = list(about.workers)
+
+    def adding(listed: Callable[[], list[str]]) -> Callable[[], str]:
+        def add() -> str:
+            more = StaticDiscovery(listed()).urls
+            urls.extend(more)
+            return f"{len(more)} workers"
+
+        return add
+
+    for name, text in about.fleet.items():
+        yield _tried(f"fleet {name}", adding(partial(urls_of, name, text)))
+    if about.workers_file is not None:
+        yield _tried("workers file", adding(FileDiscovery(Path(about.workers_file)).read))
+    if about.dynamo_rl_url is not None:
+        yield _peer("dynamo", about.dynamo_rl_url)
+    for url in dict.fromkeys(urls):
+        yield _peer("worker", url)
 
 
 def _engine(worker: WorkerSettings) -> Iterator[Finding]:

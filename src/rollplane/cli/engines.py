@@ -8,6 +8,7 @@ import dataclasses
 from typing import Any, Final, get_type_hints
 
 import msgspec
+import msgspec.inspect
 
 from rollplane.config import WorkerSettings
 from rollplane.engines.base import Engine
@@ -58,6 +59,11 @@ def build_engine(settings: WorkerSettings) -> Engine:
                 param=f"worker.engine_option.{name}",
             )
         values[name] = option_value(text, fields[name], name=name)
+    for ours, theirs in NAMES.items():
+        if any(name in theirs and name not in values for name in required_fields(kind)):
+            raise InvalidRequest(
+                f"the {settings.engine} engine needs worker.{ours} (--{ours.replace('_', '-')})", param=f"worker.{ours}"
+            )
     try:
         record = msgspec.convert(values, kind, strict=True)
     except msgspec.ValidationError as error:
@@ -84,6 +90,12 @@ def field_types(kind: type[Any]) -> dict[str, Any]:
     hints = get_type_hints(kind, include_extras=True)
     names = kind.__struct_fields__ if issubclass(kind, msgspec.Struct) else [f.name for f in dataclasses.fields(kind)]
     return {name: hints[name] for name in names}
+
+
+def required_fields(kind: type[Any]) -> list[str]:
+    """The fields of a settings record that have no default."""
+    found: Any = msgspec.inspect.type_info(kind)
+    return [field.name for field in found.fields if field.required]
 
 
 def option_value(text: str, kind: Any, *, name: str) -> Any:

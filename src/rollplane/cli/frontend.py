@@ -58,17 +58,18 @@ async def run_frontend(settings: Settings) -> None:
     check_binding(server.host, keys)
     check_binding(server.admin_host or server.host, keys)
     ops.check_tls(server)
+    ops.check_ready_file(server.ready_file)
     texts = named_texts(server.tokenizer) or Texts(text_directory(about.initial_checkpoint))
     crew = crew_of(settings.table(CrewSettings))
     discovery = discovery_of(about)
     others = {name: StaticDiscovery(urls_of(name, text)) for name, text in about.fleet.items()}
     key = worker_key(about)
     session = worker_session()
-    make = functools.partial(make_router, about, server, key=key, session=session, crew=crew)
-    router = make(discovery)
-    routers = {DEFAULT_FLEET: router, **{name: make(one, name=name) for name, one in others.items()}}
-    engine: Router | Models = Models(routers) if others else router
     try:
+        make = functools.partial(make_router, about, server, key=key, session=session, crew=crew)
+        router = make(discovery)
+        routers = {DEFAULT_FLEET: router, **{name: make(one, name=name) for name, one in others.items()}}
+        engine: Router | Models = Models(routers) if others else router
         sock = ops.bind(server, shared=crew is not None)
         # One process administers; that port is its alone.
         admin_sock = ops.bind_admin(server) if crew is None or crew.owns else None

@@ -10,11 +10,11 @@ def main() -> None:
     try:
         from rollplane.cli.commands import app
     except ModuleNotFoundError as error:
-        sys.exit(missing(error))
+        sys.exit(_refused(error))
     try:
         app()
     except ModuleNotFoundError as error:
-        sys.exit(missing(error))
+        sys.exit(_refused(error))
     except RollplaneError as error:
         print(f"rollplane: {error.message}", file=sys.stderr)
         sys.exit(2 if 400 <= error.status < 500 else 1)
@@ -33,13 +33,15 @@ EXTRAS = {
 }
 
 
-def missing(error: ModuleNotFoundError) -> int:
-    """Say which extra brings a module that is not installed; the exit code."""
+def missing(error: ModuleNotFoundError) -> str:
+    """Which extra brings a module that is not installed."""
     name = (error.name or "a module").split(".", 1)[0]
     extra = EXTRAS.get(name, "server")
-    print(
-        f"rollplane: {name} is needed for this and is not installed; pip install 'rollplane[{extra}]'", file=sys.stderr
-    )
+    return f"{name} is needed for this and is not installed; pip install 'rollplane[{extra}]'"
+
+
+def _refused(error: ModuleNotFoundError) -> int:
+    print(f"rollplane: {missing(error)}", file=sys.stderr)
     return 2
 
 

@@ -15,6 +15,7 @@ async def serve(settings: MockVllmSettings) -> None:
     Raises:
         InvalidRequest: an option that the mock engine does not have.
     """
+    ops.check_ready_file(settings.ready_file)
     engine = build_engine(WorkerSettings(engine="mock", engine_option=settings.engine_option))
     server = MockVllmServer(
         engine,

@@ -15,7 +15,9 @@ from rich.text import Text
 
 from rollplane.client.admin import QUERY_S
 from rollplane.client.transport import Transport
-from rollplane.errors import RollplaneError
+from rollplane.config import read_keys
+from rollplane.discovery.urls import check_urls
+from rollplane.errors import InvalidRequest, RollplaneError
 from rollplane.protocol.admin import WorkerRecord
 
 LOADS: Final = ("load", "sequences", "cached_blocks", "pending_prompt_tokens")
@@ -162,9 +164,14 @@ async def show(url: str, *, key: str | None, once: bool, as_json: bool, interval
 
 
 def main(url: str, *, key_file: str | None, once: bool, as_json: bool, interval_s: float) -> None:
-    """Show a fleet; see `show`."""
-    from rollplane.config import read_keys
+    """Show a fleet; see `show`.
 
+    Raises:
+        InvalidRequest: `url` is none, or the key file holds no key.
+    """
+    [url] = check_urls([url], param="URL")
     keys = [] if key_file is None else read_keys(key_file)
+    if key_file is not None and not keys:
+        raise InvalidRequest(f"no key in {key_file}", param="key_file")
     with contextlib.suppress(KeyboardInterrupt):
         asyncio.run(show(url, key=keys[0] if keys else None, once=once, as_json=as_json, interval_s=interval_s))

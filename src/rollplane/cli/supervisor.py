@@ -30,15 +30,18 @@ from rollplane.config import (
     Settings,
     WorkerSettings,
 )
-from rollplane.errors import Unavailable
+from rollplane.errors import InvalidRequest, Unavailable
 from rollplane.server.auth import KeyRing, check_binding
-from rollplane.server.ops import bind, say_ready, stop_on_end_of_stdin
+from rollplane.server.ops import bind, check_ready_file, say_ready, stop_on_end_of_stdin
 
 STEADY_S: Final = 60.0
 """A child that lived this long starts again without a pause."""
 KILL_AFTER_S: Final = 10.0
 CRASHES_AT_START: Final = 3
 """So many ends before it was ever ready, and a child is given up."""
+
+REFUSED: Final = 2
+"""The exit code of a process that cannot run with its settings: starting it again would not help."""
 
 FRONTEND: Final = "frontend"
 """The first process of the frontend; further ones have its name and their number."""
@@ -71,6 +74,7 @@ class Child:
         """Keep the process running until `stop`.
 
         Raises:
+            InvalidRequest: it refused its settings.
             Unavailable: it ended `CRASHES_AT_START` times before it was ever ready, or restarts are off.
         """
         pause_s = self._settings.backoff_s
@@ -84,9 +88,10 @@ class Child:
                 break
             early = early + 1 if self.url is None else 0
             log.warning("child_ended", child=self.name, code=code, lived_s=round(time.monotonic() - began, 1))
-            if not self._settings.restart or code == 2 or early >= CRASHES_AT_START:
+            if not self._settings.restart or code == REFUSED or early >= CRASHES_AT_START:
                 self.failure = f"{self.name} ended with code {code}"
-                raise Unavailable(f"{self.failure}; its log lines above have the reason")
+                kind = InvalidRequest if code == REFUSED else Unavailable
+                raise kind(f"{self.failure}; its log lines above have the reason")
             pause_s = self._settings.backoff_s if time.monotonic() - began > STEADY_S else pause_s
             self.state = "waiting"
             log.info("child_restart", child=self.name, in_s=pause_s)
@@ -182,6 +187,7 @@ async def _run(settings: Settings, *, workers: int, role: str) -> None:
     server, serve = settings.table(ServerSettings), settings.table(ServeSettings)
     keys = KeyRing(server.data_key_file, server.admin_key_file)
     check_binding(server.host, keys)
+    check_ready_file(server.ready_file)
     _check_port(server)
     with private_directory() as (private, lock):
         plan = _Plan(settings, directory=private, open_to_all=keys.open, own_workers=role == "serve")

@@ -29,6 +29,7 @@ async def run_worker(settings: Settings) -> None:
     check_binding(server.host, keys)
     check_binding(server.admin_host or server.host, keys)
     ops.check_tls(server)
+    ops.check_ready_file(server.ready_file)
     texts = named_texts(server.tokenizer)
     runtime = dynamo.runtime_of(settings) if about.runtime == "dynamo" else None
     engine = build_engine(about)

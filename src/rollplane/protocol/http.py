@@ -17,7 +17,8 @@ def error_from_answer(status: int, body: bytes, headers: Mapping[str, str], *, u
     """
     found = _error_object(body)
     if found is None:
-        text = body[: MAX_QUOTED_CHARS * 4].decode("utf-8", "replace").strip()[:MAX_QUOTED_CHARS]
+        text = body[: MAX_QUOTED_CHARS * 4].decode("utf-8", "replace")
+        text = " ".join(text.split())[:MAX_QUOTED_CHARS]
         found = {"message": f"{url} answered {status}: {text or 'an empty body'}"}
     error = error_from_body(found, status=status)
     after = headers.get("Retry-After") or headers.get("retry-after")

@@ -1,6 +1,7 @@
 """The `prove` command: which runs, what they print and write, and the exit code."""
 
 import importlib.util
+import os
 import shutil
 import signal
 import sys
@@ -62,7 +63,8 @@ def prove(
     dense: three optimizer steps, weights by broadcast from memory. lora: three steps, adapters from disk, flipped while requests
     run. image: three steps on features that vLLM rendered, over its Rust server (left out where that is not there and the run was
     not named). moe: GRPO with routed experts and sampling masks replayed, one update in flight, and the routing stress.
-    Exits with 1 where a step failed, or where --recompute finds other figures than the report in --out.
+    Exits with 1 where a step failed, or where --recompute finds other figures than the report in --out; with 2 where nothing can
+    run with these options.
     """
     console = Console(width=None if sys.stdout.isatty() else WIDTH)
     signal.signal(signal.SIGINT, signal.default_int_handler)
@@ -86,7 +88,7 @@ def prove(
         )
     except RollplaneError as error:
         console.print(f"proof failed: {error.message}", style="red", markup=False, soft_wrap=True)
-        raise typer.Exit(1) from error
+        raise typer.Exit(2 if 400 <= error.status < 500 else 1) from error
     except KeyboardInterrupt:
         console.print("interrupted", style="red")
         raise typer.Exit(130) from None
@@ -209,10 +211,12 @@ def engine_of(choice: EngineChoice, vllm_python: Path | None) -> tuple[EngineNam
     """The engine that a choice means here, and the interpreter that runs it.
 
     Raises:
-        InvalidRequest: vLLM was asked for, and no interpreter here has it.
+        InvalidRequest: vLLM was asked for, and no interpreter here has it, or the one that was named is none.
     """
     beside = Path(".venv-vllm/bin/python")
     if vllm_python is not None:
+        if not os.access(vllm_python, os.X_OK) or vllm_python.is_dir():
+            raise InvalidRequest(f"{vllm_python} is no program that can be run", param="vllm_python")
         python = str(vllm_python.absolute())
     elif importlib.util.find_spec("vllm") is not None:
         python = sys.executable

@@ -161,6 +161,7 @@ async def run(
         InvalidRequest: the server could not start.
     """
     settings, lifecycle = service.settings, service.lifecycle
+    _warn_of_roots(settings)
     server = make_server(app, settings)
 
     def stop(reason: str) -> None:
@@ -228,6 +229,33 @@ def share_interpreter() -> None:
     thread at work waits that long at each of its steps.
     """
     sys.setswitchinterval(SWITCH_S)
+
+
+def _warn_of_roots(settings: ServerSettings) -> None:
+    """Say which roots are not there; they may come yet, as mounts do."""
+    for root in settings.root:
+        if not Path(root).is_dir():
+            log.warning("root_missing", root=root)
+
+
+def check_ready_file(path: str | None) -> None:
+    """Refuse a ready file that could not be written, before anything starts.
+
+    Raises:
+        InvalidRequest: naming it.
+    """
+    if path is None:
+        return
+    place = Path(path).absolute().parent
+    says = None
+    if Path(path).is_dir():
+        says = "it is a directory"
+    elif not place.is_dir():
+        says = f"{place} is not a directory"
+    elif not os.access(place, os.W_OK | os.X_OK):
+        says = f"this user may not write to {place}"
+    if says is not None:
+        raise InvalidRequest(f"the ready file {path} cannot be written: {says}", param="server.ready_file")
 
 
 def say_ready(settings: ServerSettings, *, url: str, **facts: Any) -> None:

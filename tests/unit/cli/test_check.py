@@ -97,6 +97,55 @@ def test_workers_that_nobody_answers_for_fail() -> None:
     assert states(frontend__workers=["http://127.0.0.1:1"])["worker http://127.0.0.1:1"][0] == "fail"
 
 
+@pytest.mark.parametrize(
+    ("settings", "name", "says"),
+    [
+        ({"workers_file": "absent.json"}, "workers file", "there is no worker file absent.json"),
+        ({"fleet": {"teacher": "nonsense"}}, "fleet teacher", "nonsense"),
+        ({"fleet": {"teacher": "http://127.0.0.1:1"}}, "worker http://127.0.0.1:1", "cannot be reached"),
+        ({"fleet": {"teacher": "http://127.0.0.1:1"}}, "workers", "a frontend needs its workers"),
+        ({"dynamo_rl_url": "http://127.0.0.1:1"}, "dynamo http://127.0.0.1:1", "cannot be reached"),
+        ({"workers": ["http://127.0.0.1:1"], "router": "soup"}, "router", "router policy 'soup' is unknown"),
+        ({"workers": ["http://127.0.0.1:1"], "worker_key_file": "absent"}, "worker key", "absent cannot be read"),
+    ],
+)
+def test_what_a_frontend_could_not_start_with_fails(settings: dict[str, object], name: str, says: str) -> None:
+    found = states(**{f"frontend__{field}": value for field, value in settings.items()})
+
+    assert found["role"] == ("ok", "frontend")
+    assert found[name][0] == "fail"
+    assert says in found[name][1]
+
+
+def test_an_engine_that_is_not_installed_fails_among_the_rest(monkeypatch: pytest.MonkeyPatch) -> None:
+    def version(name: str) -> str:
+        raise importlib.metadata.PackageNotFoundError(name)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    found = states(worker__engine="vllm")
+
+    assert found["engine"][0] == "fail"
+    assert "pip install 'rollplane[vllm]'" in found["engine"][1]
+    assert "ports" in found
+
+
+@pytest.mark.parametrize("engine", ["embedded", "vllm"])
+def test_the_flag_that_an_engine_needs_is_named(engine: str) -> None:
+    assert states(worker__engine=engine)["engine flags"] == (
+        "fail",
+        f"the {engine} engine needs worker.model (--model)",
+    )
+
+
+def test_a_ready_file_that_could_not_be_written_fails(tmp_path: Path) -> None:
+    file = str(tmp_path / "absent" / "ready")
+
+    state, says = states(server__ready_file=file)["ready file"]
+
+    assert state == "fail"
+    assert "is not a directory" in says
+
+
 def test_a_port_that_somebody_listens_at_fails() -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         state, says = states(server__port=taken.getsockname()[1])["ports"]

@@ -26,9 +26,24 @@ def bare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_what_makes_vllm_is_named(bare: Path) -> None:
     found = CliRunner().invoke(app, ["prove", "--run", "dense", "--engine", "vllm"])
 
-    assert found.exit_code == 1
+    assert found.exit_code == 2
     assert "make vllm-env" in found.output
     assert "--vllm-python" in found.output
+
+
+@pytest.mark.parametrize(
+    ("option", "says"),
+    [
+        (("--vllm-python", "absent"), "absent is no program that can be run"),
+        (("--run", "soup"), "run must be one of dense, lora, image, moe, got 'soup'"),
+        (("--recompute",), "holds no proof"),
+    ],
+)
+def test_options_that_nothing_can_run_with_end_with_2(bare: Path, option: tuple[str, ...], says: str) -> None:
+    found = CliRunner().invoke(app, ["prove", "--engine", "vllm", *option])
+
+    assert found.exit_code == 2
+    assert says in found.output
 
 
 def test_a_proof_without_vllm_says_what_is_left_out_and_what_serves_instead(
@@ -63,5 +78,5 @@ def test_a_file_that_cannot_be_written_is_refused_before_anything_is_computed(ba
 
     found = CliRunner().invoke(app, ["prove", "--recompute", "--json", "file/proof.json"])
 
-    assert found.exit_code == 1
+    assert found.exit_code == 2
     assert "cannot be written" in found.output

@@ -126,7 +126,11 @@ class MockVllmServer:
         return f"<MockVllmServer {self._address} port {self.port}, {len(self.calls)} calls, {self.engine!r}>"
 
     async def start(self) -> None:
-        """Start the engine, listen, and say so on the health service."""
+        """Start the engine, listen, and say so on the health service.
+
+        Raises:
+            InvalidRequest: the address is taken, or is none of this machine.
+        """
         await self.engine.start()
         server = grpc.aio.server(
             options=[
@@ -144,10 +148,14 @@ class MockVllmServer:
             )
         )
         health_pb2_grpc.add_HealthServicer_to_server(self._health, server)
-        if self._credentials is None:
-            self.port = server.add_insecure_port(self._address)
-        else:
-            self.port = server.add_secure_port(self._address, self._credentials)
+        try:
+            if self._credentials is None:
+                self.port = server.add_insecure_port(self._address)
+            else:
+                self.port = server.add_secure_port(self._address, self._credentials)
+        except RuntimeError as error:
+            await self.engine.close()
+            raise InvalidRequest(f"cannot listen on {self._address}: {error}", param="address") from None
         await server.start()
         self._server = server
         await self.set_health(serving=True)
