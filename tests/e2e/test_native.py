@@ -30,6 +30,11 @@ def ask(**sampling: Any) -> dict[str, Any]:
     return {"token_ids": PROMPT, "sampling_params": {"temperature": 0, "max_tokens": 4, "ignore_eos": True, **sampling}}
 
 
+def nested(name: str, levels: int) -> bytes:
+    """A body with a field that nests so deep as no encoder of ours would write."""
+    return b'{"%s":' % name.encode() + b'{"a":' * levels + b"1" + b"}" * (levels + 1)
+
+
 @pytest.fixture
 async def worker() -> AsyncIterator[Served]:
     async with serving(Worker(MockEngine(CAPABLE))) as served:
@@ -254,6 +259,11 @@ async def test_requests_that_are_held_when_the_engine_falls_asleep_are_refused(w
         ("/init_weight_transfer_engine", {}, "init_info"),
         ("/init_weight_transfer_engine", {"init_info": [1]}, "init_info"),
         ("/update_weights", {"update_info": "all"}, "update_info"),
+        ("/update_weights", nested("update_info", 70), "update_info is nested more than 64 levels deep"),
+        ("/update_weights", nested("update_info", 3000), "nested too deeply"),
+        ("/engine/update_weights", nested("update_info", 70), "update_info is nested more than 64 levels deep"),
+        ("/init_weight_transfer_engine", nested("init_info", 70), "init_info is nested more than 64 levels deep"),
+        ("/init_weight_transfer_engine", nested("init_info", 3000), "nested too deeply"),
         ("/update_weights", {"update_info": PART, "weight_dir": "/w"}, "exclude"),
         ("/update_weights", {"update_info": PART, "weight_version": "v1"}, "exclude"),
         ("/finish_weight_update", {"weight_version": ""}, "weight_version"),

@@ -21,6 +21,7 @@ from rollplane.testing import ScriptedEngine
 from rollplane.worker import Worker
 
 KEY = {"Authorization": "Bearer admin-key"}
+GROUP = {"master_address": "127.0.0.1", "master_port": 29_500, "world_size": 2, "backend": "gloo", "group_name": "g"}
 
 
 def checkpoint(directory: Path, content: str) -> str:
@@ -46,6 +47,10 @@ async def worker() -> AsyncIterator[Served]:
 
 
 async def call(served: Served, path: str, body: Any = None, *, method: str = "POST", **options: Any) -> tuple[int, Any]:
+    """`body`: an object, or the bytes of one."""
+    if isinstance(body, bytes):
+        options = {"data": body, "headers": {"Content-Type": "application/json"}, **options}
+        body = None
     async with served.session.request(method, served.url + path, json=body, **options) as answer:
         return answer.status, await answer.json()
 
@@ -262,6 +267,12 @@ async def test_an_engine_without_administration_says_so() -> None:
         ("/engine/update_weights_from_disk", {}, "model_path"),
         ("/engine/update_weights_from_disk", {"model_path": 3}, "model_path"),
         ("/engine/set_weight_version", {"weight_version": ""}, "weight_version"),
+        ("/engine/set_weight_version", b'{"weight_version": 1e400}', "body.weight_version"),
+        ("/engine/set_weight_version", b'{"weight_version":', "body cannot be decoded: Input data was truncated"),
+        ("/engine/set_weight_version", b"[" * 3000, "body is nested too deeply"),
+        ("/v1/rl/policy", {"bucket_bytes": 10**40}, "body.bucket_bytes"),
+        ("/engine/init_weights_update_group", {**GROUP, "world_size": 10**40}, "body.world_size"),
+        ("/engine/init_weights_update_group", {**GROUP, "rank_offset": 10**40}, "body.rank_offset"),
         ("/engine/load_lora", {"lora_name": "a", "source": {"uri": "/x", "key": 1}}, "key"),
         ("/engine/abort_request", {}, "request_id"),
         ("/pause?mode=never", None, "mode"),

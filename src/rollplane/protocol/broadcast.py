@@ -34,7 +34,9 @@ ALIGN_BYTES: Final = 16
 """Every tensor starts at a multiple of this inside its bucket, so that it can be viewed in place."""
 MAX_TENSORS: Final = 1_000_000
 MAX_DIMENSIONS: Final = 16
+MAX_RANKS: Final = 1 << 20
 DEFAULT_BUCKET_BYTES: Final = 256 * 2**20
+MAX_BUCKET_BYTES: Final = 1 << 40
 
 
 class TransferGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -46,8 +48,8 @@ class TransferGroup(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     master_address: Annotated[str, Meta(min_length=1, max_length=255)]
     master_port: Annotated[int, Meta(ge=1, le=65_535)]
-    rank_offset: Annotated[int, Meta(ge=1)]
-    world_size: Annotated[int, Meta(ge=2)]
+    rank_offset: Annotated[int, Meta(ge=1, le=MAX_RANKS)]
+    world_size: Annotated[int, Meta(ge=2, le=MAX_RANKS)]
     group_name: Annotated[str, Meta(min_length=1, max_length=128)] = "weights"
     backend: Backend = "gloo"
 
@@ -82,7 +84,7 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """What is about to be broadcast, in the order in which it is packed. `bucket_bytes`: most bytes per broadcast."""
 
     tensors: Annotated[list[TensorSpec], Meta(min_length=1, max_length=MAX_TENSORS)]
-    bucket_bytes: Annotated[int, Meta(ge=ALIGN_BYTES)] = DEFAULT_BUCKET_BYTES
+    bucket_bytes: Annotated[int, Meta(ge=ALIGN_BYTES, le=MAX_BUCKET_BYTES)] = DEFAULT_BUCKET_BYTES
 
     @property
     def bytes(self) -> int:

@@ -27,6 +27,7 @@ from rollplane.protocol.sampling import (
     check_sampling,
     invalid_from_msgspec,
 )
+from rollplane.protocol.undecodable import undecodable
 
 MAX_PROMPTS: Final = 1024
 MAX_MESSAGES: Final = 65_536
@@ -223,8 +224,10 @@ def own_names(body: EvaluationBody) -> dict[str, str]:
 
 
 def _read(body: bytes, kind: type[Any], *, drop_unknown: bool) -> Any:
-    with _refusals():
+    try:
         tree = msgspec.json.decode(body)
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        raise undecodable(body) or InvalidRequest(f"the body is not JSON: {error}") from None
     if not isinstance(tree, dict):
         raise InvalidRequest("the body must be an object")
     names = kind.__struct_fields__

@@ -20,6 +20,7 @@ from rollplane.protocol.features import DEFAULT_MAX_FEATURE_BYTES, MediaItem, ch
 from rollplane.protocol.opaque import check_opaque, json_kind
 from rollplane.protocol.sampling import SamplingParams, check_sampling, invalid_from_msgspec, parse_sampling
 from rollplane.protocol.token_ids import check_token_ids, read_json_ids, read_packed_ids
+from rollplane.protocol.undecodable import undecodable
 from rollplane.protocol.versions import check_version_name
 
 JSON: Final = "application/json"
@@ -220,26 +221,13 @@ class _Body:
     def any(self, name: str) -> Any:
         """The untyped value of a field; None where omitted or null."""
         raw = self.fields.get(name)
-        return None if raw is None else self._decode_any(raw, param=name)
-
-    def _decode_any(self, raw: msgspec.Raw, *, param: str, split: bool = True) -> Any:
+        if raw is None:
+            return None
         try:
             return msgspec.json.decode(raw) if self.is_json else msgspec.msgpack.decode(raw)
-        except (msgspec.DecodeError, UnicodeDecodeError) as error:
-            if split:
-                self._decode_members(raw, param=param)
-            raise InvalidRequest(f"{param} cannot be decoded: {error}", param=param) from None
-        except RecursionError:
-            raise InvalidRequest(f"{param} is nested too deeply", param=param) from None
-
-    def _decode_members(self, raw: msgspec.Raw, *, param: str) -> None:
-        """Of an object that cannot be decoded, decode each member, so that the error names the one."""
-        try:
-            members = (_JSON_FIELDS if self.is_json else _MSGPACK_FIELDS).decode(raw)
-        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-            return
-        for name, member in members.items():
-            self._decode_any(member, param=f"{param}.{name}", split=False)
+        except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+            found = undecodable(raw, root=name, is_json=self.is_json)
+            raise found or InvalidRequest(f"{name} cannot be decoded: {error}", param=name) from None
 
     def token_ids(self) -> Int32Array:
         raw = self.fields.get("token_ids")

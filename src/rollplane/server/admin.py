@@ -25,7 +25,7 @@ from rollplane.protocol.admin import (
     UpdateReport,
     WorkerRecord,
 )
-from rollplane.protocol.broadcast import DEFAULT_BUCKET_BYTES, Manifest, TensorSpec
+from rollplane.protocol.broadcast import ALIGN_BYTES, DEFAULT_BUCKET_BYTES, MAX_BUCKET_BYTES, Manifest, TensorSpec
 from rollplane.protocol.versions import check_version_name
 from rollplane.rl.base import BroadcastAdmin, OnFailure, PolicyAdmin
 from rollplane.server.admin_calls import (
@@ -132,7 +132,7 @@ class PolicyBody(OperationBody, frozen=True, kw_only=True):
 
     model_path: Text | None = None
     tensors: Annotated[list[TensorSpec], Meta(min_length=1)] | None = None
-    bucket_bytes: Annotated[int, Meta(ge=16)] = DEFAULT_BUCKET_BYTES
+    bucket_bytes: Annotated[int, Meta(ge=ALIGN_BYTES, le=MAX_BUCKET_BYTES)] = DEFAULT_BUCKET_BYTES
     weight_version: VersionName | None = None
     mode: PauseMode = "keep"
     clear_cache: bool = False

@@ -14,6 +14,7 @@ from starlette.responses import Response
 from rollplane.errors import InvalidRequest, NotFound, RollplaneError, Unavailable, UnsupportedMedia
 from rollplane.protocol.arrays import enc_hook
 from rollplane.protocol.sampling import invalid_from_msgspec
+from rollplane.protocol.undecodable import undecodable
 from rollplane.protocol.versions import MAX_VERSION_CHARS
 from rollplane.rl.base import Operation, PolicyAdmin
 from rollplane.server.error_responses import as_rollplane_error, error_response, json_response
@@ -80,10 +81,10 @@ async def decode_body(request: Request, kind: type[Body], *, limit_bytes: int = 
         raise UnsupportedMedia(f"Content-Type {content_type!r} is not read here; send application/json")
     try:
         return msgspec.json.decode(body or b"{}", type=kind, strict=True)
-    except (msgspec.ValidationError, msgspec.DecodeError, UnicodeDecodeError) as error:
-        if isinstance(error, UnicodeDecodeError):
-            raise InvalidRequest("the body is not UTF-8") from None
-        raise invalid_from_msgspec(error, root="body") from None
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
+        # Not the shape that is asked for, or nothing that can be decoded at all.
+        shape = invalid_from_msgspec(error, root="body") if isinstance(error, msgspec.ValidationError) else None
+        raise undecodable(body, root="body") or shape or InvalidRequest("the body cannot be decoded") from None
 
 
 async def allowed_directory(service: Service, path: str, *, param: str) -> str:

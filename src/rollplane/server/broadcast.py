@@ -10,7 +10,17 @@ from msgspec import Meta
 
 from rollplane.errors import NotFound
 from rollplane.protocol.admin import PauseMode, UpdateReport
-from rollplane.protocol.broadcast import DEFAULT_BUCKET_BYTES, Backend, GroupReport, Manifest, TensorSpec, TransferGroup
+from rollplane.protocol.broadcast import (
+    ALIGN_BYTES,
+    DEFAULT_BUCKET_BYTES,
+    MAX_BUCKET_BYTES,
+    MAX_RANKS,
+    Backend,
+    GroupReport,
+    Manifest,
+    TensorSpec,
+    TransferGroup,
+)
 from rollplane.protocol.versions import check_version_name
 from rollplane.rl.base import BroadcastAdmin
 from rollplane.rl.fleet import Fleet
@@ -26,8 +36,8 @@ class InitGroupBody(OperationBody, frozen=True, kw_only=True):
 
     master_address: Annotated[str, Meta(min_length=1, max_length=255)]
     master_port: Annotated[int, Meta(ge=1, le=65_535)]
-    world_size: Annotated[int, Meta(ge=2)]
-    rank_offset: Annotated[int, Meta(ge=1)] = 1
+    world_size: Annotated[int, Meta(ge=2, le=MAX_RANKS)]
+    rank_offset: Annotated[int, Meta(ge=1, le=MAX_RANKS)] = 1
     group_name: Annotated[str, Meta(min_length=1, max_length=128)] = "weights"
     backend: Backend = "gloo"
 
@@ -47,7 +57,7 @@ class StageBroadcastBody(OperationBody, frozen=True, kw_only=True):
     """Tensors that rank 0 now broadcasts, in this order; kept beside the model until `apply_staged_weights`."""
 
     tensors: Annotated[list[TensorSpec], Meta(min_length=1)]
-    bucket_bytes: Annotated[int, Meta(ge=16)] = DEFAULT_BUCKET_BYTES
+    bucket_bytes: Annotated[int, Meta(ge=ALIGN_BYTES, le=MAX_BUCKET_BYTES)] = DEFAULT_BUCKET_BYTES
 
     def manifest(self) -> Manifest:
         """What is broadcast."""

@@ -13,6 +13,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from rollplane.errors import InvalidRequest
+from rollplane.protocol.opaque import check_opaque
 from rollplane.protocol.versions import check_version_name
 from rollplane.server.admin import (
     MAX_MANIFEST_BYTES,
@@ -163,6 +164,7 @@ async def update_weights(request: Request) -> Response:
                     "update_info is a part of weights without a name yet: weight_dir and weight_version exclude it",
                     param="update_info",
                 )
+            check_opaque(body.update_info, param="update_info")
             return await worker_of(service).update_weights(body.update_info, operation=body.operation())
         if body.weight_dir is None:
             raise InvalidRequest(NO_BROADCAST, param="weight_dir")

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from rollplane.errors import InvalidRequest, NotFound
 from rollplane.protocol.admin import SleepReport, TransferReport
+from rollplane.protocol.opaque import check_opaque
 from rollplane.protocol.versions import check_version_name
 from rollplane.rl.native import SLEEP_LEVEL
 from rollplane.server.admin import MAX_MANIFEST_BYTES
@@ -70,6 +71,7 @@ class SleepingReport(msgspec.Struct, frozen=True, kw_only=True):
 
 async def init_transfer(service: Service, body: InitTransferBody) -> TransferReport:
     """Join a trainer's group with the engine's own backend."""
+    check_opaque(body.init_info, param="init_info")
     return await worker_of(service).init_weight_transfer(body.init_info, operation=body.operation())
 
 
@@ -80,6 +82,7 @@ async def start_update(service: Service, body: StartUpdateBody) -> TransferRepor
 
 async def update_part(service: Service, body: UpdatePartBody) -> TransferReport:
     """Receive a part of the weights."""
+    check_opaque(body.update_info, param="update_info")
     return await worker_of(service).update_weights(body.update_info, operation=body.operation())
 
 

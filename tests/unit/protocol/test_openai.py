@@ -75,6 +75,24 @@ def test_unknown_fields_are_refused_or_left_out_as_the_server_is_set() -> None:
     assert parse_completion(b'{"prompt":"x","best_guess":1}', drop_unknown=True).prompt == "x"
 
 
+@pytest.mark.parametrize("read", [parse_completion, parse_chat])
+@pytest.mark.parametrize(
+    ("body", "param", "says"),
+    [
+        (b'{"temperature": 1e400}', "temperature", "out of range"),
+        (b'{"user": "x", "metadata": {"a": {"b": -1e999}}}', "metadata.a.b", "out of range"),
+        (b'{"user": "\xff"}', "user", "cannot be decoded"),
+        (b'{"user": ' + b"[" * 3000 + b"]" * 3000 + b"}", None, "nested too deeply"),
+        (b'{"user": NaN}', None, "the body is not JSON"),
+        (b"{", None, "the body is not JSON"),
+    ],
+)
+def test_what_cannot_be_decoded_is_named_by_its_place(read: Any, body: bytes, param: str | None, says: str) -> None:
+    with pytest.raises(InvalidRequest, match=says) as caught:
+        read(body)
+    assert caught.value.param == param
+
+
 def test_a_missing_field_is_named() -> None:
     with pytest.raises(InvalidRequest) as caught:
         parse_chat(b"{}")
