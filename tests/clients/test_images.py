@@ -1,17 +1,14 @@
 """Clients with images against vLLM in process: PyPI `renderers`, and TRL, which lets the server make the features."""
 
-import json
-import os
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 from tests.clients.conftest import model_directory, with_tool_tokens, worker
-from tests.real.processes import ROOT, VLLM_ENV, VLLM_SETTINGS
+from tests.clients.scripts import PYTHON, found_by, trl
+from tests.real.processes import ROOT
 
-PYTHON = VLLM_ENV / "bin" / "python"
 SITE = ROOT / ".venv-clients" / "lib"
 
 
@@ -36,16 +33,7 @@ def answers(vision_server: str, vision_model: Path, tmp_path_factory: pytest.Tem
     clients = next(SITE.glob("python3*")) / "site-packages"
     run = "import runpy, sys; sys.path.append(sys.argv.pop(1)); sys.argv.pop(0); runpy.run_path(sys.argv[0])"
     script = Path(__file__).with_name("image_client.py")
-    done = subprocess.run(
-        [PYTHON, "-c", run, str(clients), str(script), vision_server, str(tokenizer)],
-        env={**os.environ, **VLLM_SETTINGS},
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = found_by(["-c", run, str(clients), str(script), vision_server, str(tokenizer)])
     return found
 
 
@@ -63,17 +51,7 @@ def test_the_image_is_seen(answers: dict[str, Any]) -> None:
 
 @pytest.fixture(scope="module")
 def trl_answers(vision_server: str) -> dict[str, Any]:
-    environment = os.environ | VLLM_SETTINGS | {"PYTHONPATH": str(ROOT / ".venv-clients" / "trl")}
-    done = subprocess.run(
-        [PYTHON, Path(__file__).with_name("trl_images.py"), vision_server],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
+    found: dict[str, Any] = trl("trl_images.py", vision_server)
     return found
 
 

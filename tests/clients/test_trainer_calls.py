@@ -3,17 +3,13 @@
 prime-rl's administration: its packages are not published. TRL's client runs itself, in vLLM's environment: `trl_client.py`.
 """
 
-import json
-import os
-import subprocess
 from collections.abc import AsyncIterator
 from pathlib import Path
-from typing import Any
 
 import httpx
 import pytest
 from tests.clients.conftest import MODEL, model_directory
-from tests.real.processes import ROOT, VLLM_ENV
+from tests.clients.scripts import trl
 
 VLLM_GAUGES = (
     "vllm:num_requests_running",
@@ -100,28 +96,6 @@ async def test_prime_rls_broadcast_over_nccl_is_refused_with_the_reason(http: ht
 
     assert answer.status_code == 400
     assert "pickle" in answer.text
-
-
-def trl(script: str, *words: str) -> dict[str, Any]:
-    """What a script with TRL's clients prints. Their package imports vLLM to see what it may ask, so they run in its environment."""
-    python = VLLM_ENV / "bin" / "python"
-    assert python.exists(), "run scripts/make_vllm_env.sh"
-    environment = os.environ | {
-        "PYTHONPATH": str(ROOT / ".venv-clients" / "trl"),
-        "VLLM_NO_USAGE_STATS": "1",
-        "HF_HUB_OFFLINE": "1",
-    }
-    done = subprocess.run(
-        [python, Path(__file__).with_name(script), *words],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=100,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
-    return found
 
 
 def test_trls_own_client_generates_chats_and_scores(server: str) -> None:

@@ -16,6 +16,17 @@ def told(fleet: Fleet) -> FleetView:
     return msgspec.msgpack.decode(msgspec.msgpack.encode(view_of(fleet)), type=FleetView)
 
 
+async def followed() -> tuple[Fleet, FollowedFleet, LocalWorker]:
+    """An owner with one worker, and a follower that was told of it."""
+    owner, follower = Fleet(epoch=7), FollowedFleet()
+    worker = LocalWorker("http://w0", MockSettings())
+    await worker.start()
+    owner.add(worker)
+    follower.add(worker)
+    follower.take(told(owner))
+    return owner, follower, worker
+
+
 async def test_a_follower_serves_what_the_owner_says_and_the_worker_has(tmp_path: Path) -> None:
     owner, follower = Fleet(epoch=7), FollowedFleet()
     workers = [LocalWorker(f"http://w{i}", MockSettings()) for i in range(2)]
@@ -42,12 +53,7 @@ async def test_a_follower_serves_what_the_owner_says_and_the_worker_has(tmp_path
 
 
 async def test_a_pause_a_gate_and_a_fence_are_followed() -> None:
-    owner, follower = Fleet(epoch=7), FollowedFleet()
-    worker = LocalWorker("http://w0", MockSettings())
-    await worker.start()
-    owner.add(worker)
-    follower.add(worker)
-    follower.take(told(owner))
+    owner, follower, _ = await followed()
 
     await owner.pause()
     follower.take(told(owner))
@@ -67,12 +73,7 @@ async def test_a_pause_a_gate_and_a_fence_are_followed() -> None:
 
 
 async def test_requests_of_a_worker_that_restarted_are_dropped_here_too() -> None:
-    owner, follower = Fleet(epoch=7), FollowedFleet()
-    worker = LocalWorker("http://w0", MockSettings())
-    await worker.start()
-    owner.add(worker)
-    follower.add(worker)
-    follower.take(told(owner))
+    owner, follower, worker = await followed()
     await worker.restart()
     assert worker.dropped == ["worker http://w0 was restarted"] * 2
     follower.take(told(owner))

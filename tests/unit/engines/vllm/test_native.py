@@ -1,13 +1,12 @@
 """vLLM's own weight transfer and sleep, passed on in order; what goes wrong leaves the old weights or nothing that steps."""
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
+from tests.unit.engines.vllm.policies import policy_over
 
 from rollplane.engines.vllm import versions
 from rollplane.engines.vllm.native import NativeTransfer, Sleep
-from rollplane.engines.vllm.policy import Policy
 from rollplane.errors import Conflict, EngineDied, EngineFailed, InvalidRequest
 from rollplane.protocol.admin import StagedWeights
 
@@ -74,24 +73,6 @@ class FakeEngine:
         return self.sleeping
 
 
-def policy_over(engine: FakeEngine) -> Policy:
-    async def resubmit(*_: Any) -> None: ...
-
-    policy = Policy(
-        engine,
-        SimpleNamespace(DeadError=ConnectionError),  # type: ignore[arg-type]
-        version="v0",
-        loaded=None,
-        tied=False,
-        adapters=None,
-        isolate=True,
-        live=lambda: (),
-        resubmit=resubmit,
-    )
-    policy._good = GOOD
-    return policy
-
-
 @pytest.fixture
 def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
     for name in ("transfer_init", "transfer_part"):
@@ -100,7 +81,7 @@ def engine(monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
 
 
 async def test_the_steps_are_passed_on_and_the_version_changes_last(engine: FakeEngine) -> None:
-    policy = policy_over(engine)
+    policy = policy_over(engine, good=GOOD)
     native = NativeTransfer(engine, policy, backend="nccl")
     await native.init({"master_port": 1})
     await policy.pause("keep")
@@ -130,7 +111,7 @@ async def test_the_steps_are_passed_on_and_the_version_changes_last(engine: Fake
 
 @pytest.mark.parametrize("step", ["start", "update", "finish"])
 async def test_a_step_that_fails_brings_the_old_weights_back(engine: FakeEngine, step: str) -> None:
-    policy = policy_over(engine)
+    policy = policy_over(engine, good=GOOD)
     native = NativeTransfer(engine, policy, backend="nccl")
     await policy.pause("keep")
     engine.fails = step
@@ -151,7 +132,7 @@ async def test_a_step_that_fails_brings_the_old_weights_back(engine: FakeEngine,
 
 
 async def test_a_model_that_cannot_be_made_whole_again_does_not_step(engine: FakeEngine) -> None:
-    policy = policy_over(engine)
+    policy = policy_over(engine, good=GOOD)
     native = NativeTransfer(engine, policy, backend="nccl")
     await policy.pause("keep")
     await native.start()
@@ -166,7 +147,7 @@ async def test_a_model_that_cannot_be_made_whole_again_does_not_step(engine: Fak
 
 
 async def test_steps_out_of_order_reach_nobody(engine: FakeEngine) -> None:
-    policy = policy_over(engine)
+    policy = policy_over(engine, good=GOOD)
     native = NativeTransfer(engine, policy, backend="nccl")
     with pytest.raises(Conflict, match="only while the engine is paused"):
         await native.start()
@@ -182,7 +163,7 @@ async def test_steps_out_of_order_reach_nobody(engine: FakeEngine) -> None:
 
 
 async def test_without_a_backend_every_step_says_what_works_instead(engine: FakeEngine) -> None:
-    native = NativeTransfer(engine, policy_over(engine), backend=None)
+    native = NativeTransfer(engine, policy_over(engine, good=GOOD), backend=None)
     for step in (native.init({}), native.start(), native.update({}), native.finish("v1")):
         with pytest.raises(InvalidRequest, match="init_weights_update_group"):
             await step
@@ -191,7 +172,7 @@ async def test_without_a_backend_every_step_says_what_works_instead(engine: Fake
 
 
 async def test_asleep_until_all_memory_is_back(engine: FakeEngine) -> None:
-    policy = policy_over(engine)
+    policy = policy_over(engine, good=GOOD)
     sleep = Sleep(engine, policy, offered=True)
     await sleep.sleep()
     await sleep.sleep()
@@ -211,7 +192,7 @@ async def test_asleep_until_all_memory_is_back(engine: FakeEngine) -> None:
 
 
 async def test_who_was_paused_before_sleeping_is_paused_after_it(engine: FakeEngine) -> None:
-    policy = policy_over(engine)
+    policy = policy_over(engine, good=GOOD)
     await policy.pause("keep")
     sleep = Sleep(engine, policy, offered=True)
     await sleep.sleep()
@@ -222,7 +203,7 @@ async def test_who_was_paused_before_sleeping_is_paused_after_it(engine: FakeEng
 
 
 async def test_what_sleep_cannot_do_is_refused_by_name(engine: FakeEngine) -> None:
-    policy = policy_over(engine)
+    policy = policy_over(engine, good=GOOD)
     with pytest.raises(InvalidRequest, match="--enable-sleep-mode"):
         await Sleep(engine, policy, offered=False).sleep()
     sleep = Sleep(engine, policy, offered=True)

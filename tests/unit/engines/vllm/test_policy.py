@@ -1,12 +1,10 @@
 """Pause, flush and resume of one vLLM engine that come at the same time."""
 
 import asyncio
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
+from tests.unit.engines.vllm.policies import policy_over
 
-from rollplane.engines.vllm.policy import Policy
 from rollplane.errors import EngineFailed
 
 
@@ -45,22 +43,6 @@ class FakeEngine:
         await self.may_reset.wait()
         self.calls.append("reset")
         return True
-
-
-def policy_over(engine: FakeEngine) -> Policy:
-    async def resubmit(*_: Any) -> None: ...
-
-    return Policy(
-        engine,
-        SimpleNamespace(DeadError=ConnectionError),  # type: ignore[arg-type]
-        version="v0",
-        loaded=None,
-        tied=False,
-        adapters=None,
-        isolate=True,
-        live=lambda: (),
-        resubmit=resubmit,
-    )
 
 
 async def test_a_flush_stops_the_steps_and_lets_them_go_on() -> None:
