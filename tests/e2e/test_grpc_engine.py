@@ -12,7 +12,9 @@ import grpc
 import msgspec
 import pytest
 from aiohttp import web
+from tests.bad_files import bad_adapters
 from tests.models.qwen_features import image_fields, payload
+from tests.models.tiny import shared_model
 
 from rollplane.engines.grpc.engine import GrpcEngine
 from rollplane.engines.grpc.mock_server import MockVllmServer
@@ -376,6 +378,20 @@ async def test_a_name_that_the_server_will_not_give_up_is_counted(tmp_path: Path
         await engine.unload_adapter("p@1")
         with pytest.raises(NotFound):
             await engine.load_adapter("p@2", str(tmp_path / "none"))
+
+
+async def test_an_adapter_is_held_to_the_models_directory_where_it_can_be_read(tmp_path: Path) -> None:
+    model = shared_model("qwen3")
+    good = str(shared_model("lora", base=str(model), seed=1))
+    async with running(settings={"model_path": str(model)}) as (engine, _):
+        for path in bad_adapters(tmp_path, good):
+            with pytest.raises((InvalidRequest, NotFound)):
+                await engine.load_adapter("p@1", path)
+            assert await engine.loaded_adapters() == []
+        await engine.load_adapter("p@1", good)
+        assert await engine.loaded_adapters() == ["p@1"]
+    async with running() as (engine, _):  # a server whose model is elsewhere says itself what fits
+        await engine.load_adapter("p@1", str(tmp_path / "width"))
 
 
 async def test_a_stream_announces_its_prompt_once_for_all_choices() -> None:

@@ -16,6 +16,7 @@ import grpc.aio
 import msgspec
 
 from rollplane.admission import check_request
+from rollplane.engines.grpc.adapters import GrpcAdapters
 from rollplane.engines.grpc.calls import LiveCalls, StreamProgress
 from rollplane.engines.grpc.channels import ChannelPool
 from rollplane.engines.grpc.control import ControlCalls
@@ -89,7 +90,7 @@ class GrpcEngine:
         self._trouble: str | None = None
         self._progress = StreamProgress()
         self._watcher: asyncio.Task[None] | None = None
-        self._stuck_adapters: set[str] = set()
+        self._adapters = GrpcAdapters(self)
 
     def __repr__(self) -> str:
         live = sum(len(calls) for calls in self._live.values())
@@ -131,7 +132,8 @@ class GrpcEngine:
         try:
             await wait_until_healthy(pool, timeout_s=self.settings.start_timeout_s)
             control = ControlCalls(pool, timeout_s=self.settings.control_timeout_s)
-            info, self._media = await read_facts(control, self.settings)
+            info, self._media, directory = await read_facts(control, self.settings)
+            await self._adapters.hold_to(directory)
             self._version = await control.weight_version()
             self._life = "" if self._version == FIRST_LABEL else uuid.uuid4().hex[:8]
             self._paused = self._held = await control.is_paused()
@@ -238,7 +240,7 @@ class GrpcEngine:
             running=sum(len(calls.ids) for calls in self._all_live()),
             last_progress_s=self._progress.stands_still_s(self._all_live(), runs=state == "ready"),
             reason=self._trouble,
-            counters={"stuck_adapters": len(self._stuck_adapters)},
+            counters={"stuck_adapters": len(self._adapters.stuck)},
         )
 
     # -- WeightReceiver ----------------------------------------------------------------------------------------------
@@ -388,35 +390,16 @@ class GrpcEngine:
     # -- AdapterHost -------------------------------------------------------------------------------------------------
 
     async def load_adapter(self, engine_name: str, path: str) -> None:
-        """See `AdapterHost.load_adapter`. The server reads the files, from below its own allowed prefixes."""
-        if not Path(path).is_absolute():
-            raise InvalidRequest(f"lora_path must be absolute: the server reads it, got {path!r}", param="lora_path")
-        try:
-            await self.control.load_lora(engine_name, path)
-        except InvalidRequest as error:
-            if "must exist" in error.message:
-                raise NotFound(error.message, param="lora_path") from None
-            raise
-        except EngineFailed as error:
-            # The server lives; its words say what in the files does not fit.
-            raise InvalidRequest(error.message, param="lora_path") from None
+        """See `AdapterHost.load_adapter`."""
+        await self._adapters.load(engine_name, path)
 
     async def unload_adapter(self, engine_name: str) -> None:
-        """See `AdapterHost.unload_adapter`.
-
-        A server whose cache evicted the adapter refuses its removal and keeps the name; the name is of one generation
-        and never used again, so it only counts as stuck.
-        """
-        try:
-            await self.control.unload_lora(engine_name)
-        except NotFound:
-            return
-        except EngineFailed:
-            self._stuck_adapters.add(engine_name)
+        """See `AdapterHost.unload_adapter`."""
+        await self._adapters.unload(engine_name)
 
     async def loaded_adapters(self) -> list[str]:
         """See `AdapterHost.loaded_adapters`."""
-        return [name for name in await self.control.loras() if name not in self._stuck_adapters]
+        return await self._adapters.loaded()
 
     # ----------------------------------------------------------------------------------------------------------------
 

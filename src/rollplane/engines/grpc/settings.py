@@ -29,6 +29,8 @@ class GrpcSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         aliases. `model_path`: the model's directory as this machine sees it, where the server's name for it is none.
         `logprobs_mode`: which logprobs it was started with. `vocab_size`: rows of the input embedding, where the model's
         directory is not readable here. `max_logprobs`, `max_lora_rank`: as it was started; vLLM's defaults.
+        `max_loras`: adapters loaded at once, of the slots that it says it has; None: all of them. One fewer for a server
+        on a CPU, which gives requests for the base model the adapter of its last slot.
         `media_hosts`: hosts whose URLs it may fetch media from. `mm_device_do_normalize`: whether it normalises pixels
         itself; None: as vLLM 0.31 does for the model's architecture where it is not told otherwise.
         `allow_server_defaults`: serve although the model's generation config sets what the wire cannot override.
@@ -55,6 +57,7 @@ class GrpcSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     vocab_size: int | None = None
     max_logprobs: int = 20
     max_lora_rank: int = 16
+    max_loras: int | None = None
     media_hosts: tuple[str, ...] = ()
     mm_device_do_normalize: bool | None = None
     allow_server_defaults: bool = False
@@ -76,8 +79,10 @@ class GrpcSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
                 raise InvalidRequest(f"{name} must be > 0, got {getattr(self, name)}", param=name)
         if self.max_logprobs < 0:
             raise InvalidRequest(f"max_logprobs must be >= 0, got {self.max_logprobs}", param="max_logprobs")
-        if self.vocab_size is not None and self.vocab_size < 1:
-            raise InvalidRequest(f"vocab_size must be >= 1, got {self.vocab_size}", param="vocab_size")
+        for name in ("vocab_size", "max_loras"):
+            value = getattr(self, name)
+            if value is not None and value < 1:
+                raise InvalidRequest(f"{name} must be >= 1, got {value}", param=name)
         if (self.tls_cert_file is None) is not (self.tls_key_file is None):
             raise InvalidRequest("tls_cert_file and tls_key_file come together", param="tls_cert_file")
         for name in ("tls_ca_file", "tls_cert_file", "tls_server_name"):

@@ -70,8 +70,9 @@ async def probe(pool: ChannelPool, service: str, *, timeout_s: float) -> str | N
     return f"health {health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)}"
 
 
-async def read_facts(control: ControlCalls, settings: GrpcSettings) -> tuple[EngineInfo, MediaModel]:
-    """The engine's facts, from the server, its HTTP side, the model's directory and the settings, in this order.
+async def read_facts(control: ControlCalls, settings: GrpcSettings) -> tuple[EngineInfo, MediaModel, str]:
+    """The engine's facts, from the server, its HTTP side, the model's directory and the settings, in this order; and where
+    that directory is, if it is one.
 
     Raises:
         InvalidRequest: the server cannot serve this contract, or a fact is missing; the message has what was seen.
@@ -81,12 +82,13 @@ async def read_facts(control: ControlCalls, settings: GrpcSettings) -> tuple[Eng
         raise InvalidRequest(f"the server speaks API version {server.api_version!r}, not 'vllm'", param="endpoint")
     if not model.supports_token_ids_input:
         raise InvalidRequest(f"the server's model {model.model_id!r} takes no token ids", param="endpoint")
-    facts = await asyncio.to_thread(read_model_facts, settings.model_path or model.model_id)
+    directory = settings.model_path or model.model_id
+    facts = await asyncio.to_thread(read_model_facts, directory)
     check_server_defaults(facts, settings)
     world_size = await find_world_size(server.parallelism, settings)
     media = media_model(facts, settings, engine_version=server.engine_version)
     info = engine_info(server, model, facts=facts, settings=settings, world_size=world_size, media=media)
-    return info, media
+    return info, media, directory
 
 
 def engine_info(
@@ -104,7 +106,7 @@ def engine_info(
     normalised them before, and the engine would do it once more.
 
     Raises:
-        InvalidRequest: the server gives no context length or no room for a request.
+        InvalidRequest: the server gives no context length or no room for a request, or has fewer LoRA slots than the settings say.
     """
     if server.max_model_len < 2:
         raise InvalidRequest(f"the server reports max_model_len {server.max_model_len}", param="endpoint")
@@ -113,9 +115,10 @@ def engine_info(
         features = (facts.modalities if facts is not None else []) or list(MODALITIES)
     pixels_once = media.normalises is False
     raw_media = [name for name in features if name == "audio" or pixels_once]
-    lora = None
-    if model.supports_lora and server.max_loras > 0:
-        lora = LoraCapability(max=server.max_loras, rank=settings.max_lora_rank)
+    slots = server.max_loras if model.supports_lora else 0
+    if settings.max_loras is not None and settings.max_loras > slots:
+        raise InvalidRequest(f"max_loras {settings.max_loras} is above the server's own, {slots}", param="max_loras")
+    lora = LoraCapability(max=settings.max_loras or slots, rank=settings.max_lora_rank) if slots > 0 else None
     transfer = server.rl_capabilities
     theirs = model.served_model_name or model.model_id
     name = settings.served_model_name[0] if settings.served_model_name else theirs

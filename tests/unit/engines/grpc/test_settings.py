@@ -52,6 +52,7 @@ def test_an_endpoint_is_host_and_port(endpoint):
         ({"call_timeout_s": -1.0}, "call_timeout_s"),
         ({"max_logprobs": -1}, "max_logprobs"),
         ({"vocab_size": 0}, "vocab_size"),
+        ({"max_loras": 0}, "max_loras"),
         ({"tls_cert_file": "a", "tls": True}, "tls_cert_file"),
         ({"tls_ca_file": "a"}, "tls_ca_file"),
         ({"http_endpoint": "x"}, "http_endpoint"),

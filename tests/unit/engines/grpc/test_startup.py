@@ -62,6 +62,17 @@ def test_lora_needs_slots_and_support():
     assert info(model={"supports_lora": True}).capabilities.lora is None
 
 
+def test_fewer_adapters_than_the_server_has_slots_may_be_asked_for_but_not_more():
+    able = {"server": {"max_loras": 3}, "model": {"supports_lora": True}}
+    lora = info(**able, max_loras=2).capabilities.lora
+    assert lora is not None
+    assert lora.max == 2
+    with pytest.raises(InvalidRequest, match="max_loras 4 is above the server's own, 3"):
+        info(**able, max_loras=4)
+    with pytest.raises(InvalidRequest, match="max_loras 1 is above the server's own, 0"):
+        info(server={"max_loras": 3}, max_loras=1)
+
+
 def test_the_server_keeps_its_names_as_aliases():
     assert (info().model, info().aliases) == ("m", ["/models/m"])
     named = info(served_model_name=["policy", "p2"])
