@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import socket
 import ssl
 import subprocess
 from collections.abc import AsyncIterator
@@ -12,6 +13,7 @@ import msgspec
 import pytest
 from tests.e2e.server_support import GENERATE, write_keys
 
+from rollplane.cli.supervisor import held_port
 from rollplane.config import ServerSettings
 from rollplane.engines.mock.engine import MockEngine
 from rollplane.errors import InvalidRequest
@@ -120,3 +122,17 @@ def test_half_a_certificate_or_a_bad_one_is_refused_at_the_start(certificate: tu
         ops.check_tls(settings(tls_cert_file=cert, tls_key_file=str(tmp_path / "absent")))
     with pytest.raises(InvalidRequest, match="cannot be used"):
         ops.check_tls(settings(tls_cert_file=key, tls_key_file=cert))
+
+
+def test_a_port_that_is_held_for_a_child_is_the_childs_alone_through_its_restarts() -> None:
+    with contextlib.ExitStack() as held:
+        ports = [held_port("127.0.0.1", held) for _ in range(8)]
+        assert len(set(ports)) == 8
+        settings = ServerSettings(port=ports[0])
+        for _ in range(2):  # a child, and the one after it
+            with pytest.raises(OSError, match="in use"), socket.socket() as other:
+                other.bind(("127.0.0.1", ports[0]))
+            with ops.bind(settings) as sock:
+                sock.listen()
+                with pytest.raises(InvalidRequest, match="cannot listen"):
+                    ops.bind(settings)

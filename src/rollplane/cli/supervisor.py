@@ -10,7 +10,6 @@ import contextlib
 import os
 import secrets
 import signal
-import socket
 import sys
 import time
 from collections.abc import Generator
@@ -189,8 +188,8 @@ async def _run(settings: Settings, *, workers: int, role: str) -> None:
     check_binding(server.host, keys)
     check_ready_file(server.ready_file)
     _check_port(server)
-    with private_directory() as (private, lock):
-        plan = _Plan(settings, directory=private, open_to_all=keys.open, own_workers=role == "serve")
+    with private_directory() as (private, lock), contextlib.ExitStack() as held:
+        plan = _Plan(settings, directory=private, open_to_all=keys.open, own_workers=role == "serve", held=held)
         children = [Child(f"worker-{i}", plan.worker(i), settings=serve, inherits=lock) for i in range(workers)]
         await _supervise(children, plan.frontends(lock), server=server, serve=serve, role=role)
 
@@ -272,19 +271,23 @@ async def _stop_all(children: list[Child], tasks: dict[asyncio.Task[None], Child
 
 
 class _Plan:
-    """The command lines of the children, their settings in private files."""
+    """The command lines of the children, their settings in private files. `held`: what is theirs while it is open."""
 
-    def __init__(self, settings: Settings, *, directory: Path, open_to_all: bool, own_workers: bool = True) -> None:
+    def __init__(
+        self, settings: Settings, *, directory: Path, open_to_all: bool, own_workers: bool, held: contextlib.ExitStack
+    ) -> None:
         self._own_workers = own_workers
         self._server = settings.table(ServerSettings)
         self._worker = settings.table(WorkerSettings)
         self._frontend = settings.table(FrontendSettings)
         self._serve = settings.table(ServeSettings)
         self._directory = directory
-        self._ports = _free_ports(self._serve.workers if own_workers else 0)
+        self._ports = [held_port("127.0.0.1", held) for _ in range(self._serve.workers if own_workers else 0)]
         # A port of our choosing, also where any will do: a restarted frontend has the address of the one before.
-        self._port = self._server.port or _free_ports(1)[0]
-        self._admin_port = _free_ports(1)[0] if self._server.admin_port == 0 else self._server.admin_port
+        self._port = self._server.port or held_port(self._server.host, held)
+        self._admin_port = self._server.admin_port
+        if self._admin_port == 0:
+            self._admin_port = held_port(self._server.admin_host or self._server.host, held)
         self._key_file = directory / "worker-admin-key"
         _write_private(self._key_file, secrets.token_urlsafe(32) + "\n")
         # Workers have a key, so they need roots; where the frontend is open, every path is allowed as it would be there.
@@ -366,15 +369,13 @@ def _child_environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not name.startswith(ENV_PREFIX)}
 
 
-def _free_ports(count: int) -> list[int]:
-    """Ports of loopback that were free a moment ago; a worker keeps its own through restarts."""
-    with contextlib.ExitStack() as stack:
-        found = []
-        for _ in range(count):
-            sock = stack.enter_context(socket.socket())
-            sock.bind(("127.0.0.1", 0))
-            found.append(int(sock.getsockname()[1]))
-    return found
+def held_port(host: str, held: contextlib.ExitStack) -> int:
+    """A port that stays a child's while `held` is open, through its restarts and however long it takes to start.
+
+    Bound, and not listened on: Linux gives it to nobody who takes any port, and lets the child listen on it.
+    """
+    sock = held.enter_context(bind(ServerSettings(host=host, port=0)))
+    return int(sock.getsockname()[1])
 
 
 def _check_port(server: ServerSettings) -> None:
