@@ -146,7 +146,6 @@ async def test_nothing_cached_by_older_weights_serves_a_request_and_kept_ones_ar
             await worker.start_weight_update()
             await worker.update_weights(PART)
             await worker.finish_weight_update("v1")
-            made = watch.tokens
             mock = server.engine
             assert isinstance(mock, MockEngine)
             computed = (await mock.health()).counters["prompt_tokens_computed"]
@@ -155,6 +154,7 @@ async def test_nothing_cached_by_older_weights_serves_a_request_and_kept_ones_ar
             await worker.abort(kept.request_id)
             got = await watch.answer()
         assert [name for name, _ in got.choices[0].policy_versions] == ["initial", "v1"]
+        made = got.choices[0].policy_versions[1][1]
         assert got.served_by.recomputed == [(0, len(prompt) + made - 1)]
         await worker.close()
 

@@ -56,7 +56,8 @@ async def test_a_unary_answer_is_one_frame(worker: Served) -> None:
 
 
 async def test_a_stream_is_many_frames(worker: Served) -> None:
-    body = encode_hop_request(make_request(max_tokens=50, ignore_eos=True, stream=True))
+    # More than can be due at once, however long the loop was held up.
+    body = encode_hop_request(make_request(max_tokens=500, ignore_eos=True, stream=True))
     async with worker.session.post(worker.url + GENERATE_PATH, data=body, headers=HOP) as response:
         frames = list(FrameReader().feed(await response.read()))
 

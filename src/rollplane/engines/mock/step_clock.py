@@ -6,6 +6,11 @@ from collections.abc import Callable
 from typing import Protocol
 
 _ROUNDING = 1e-6
+_LOOK_S = 0.02
+_HELD_UP_S = 0.05
+"""Between two looks at the clock; what is more than this was a loop that did not run."""
+_CLOSE_S = 1e-5
+"""Nearer than a timer of the loop is exact."""
 
 
 class Handle(Protocol):
@@ -29,15 +34,66 @@ class Clock(Protocol):
 
 
 class LoopClock:
-    """The running event loop's own time."""
+    """The running event loop's time, less that for which the loop was held up while a call was put off.
+
+    An engine whose process stood still has made nothing meanwhile: what was asked of it while it ran finds it running.
+    """
+
+    def __init__(self) -> None:
+        self._seen = -math.inf
+        self._lost_s = 0.0
+        self._pending = 0
+
+    def __repr__(self) -> str:
+        return f"<LoopClock {self._pending} calls put off, {self._lost_s:g} s lost>"
 
     def __call__(self) -> float:
         """Seconds."""
-        return asyncio.get_running_loop().time()
+        now = asyncio.get_running_loop().time()
+        if self._pending:
+            self._lost_s += max(now - self._seen - _HELD_UP_S, 0.0)
+        self._seen = now
+        return now - self._lost_s
 
     def call_later(self, delay_s: float, function: Callable[[], None]) -> Handle:
         """See `Clock`."""
-        return asyncio.get_running_loop().call_later(delay_s, function)
+        return _Later(self, self() + delay_s, function)
+
+    def putting_off(self, calls: int) -> None:
+        """So many calls more, or fewer, are put off."""
+        self._pending += calls
+
+
+class _Later:
+    """A call of `LoopClock.call_later`, which looks at the clock often enough to tell that the loop was held up."""
+
+    __slots__ = ("_clock", "_due", "_function", "_timer")
+
+    def __init__(self, clock: LoopClock, due: float, function: Callable[[], None]) -> None:
+        self._clock = clock
+        self._due = due
+        self._function = function
+        clock.putting_off(1)
+        self._timer: asyncio.TimerHandle | None = None
+        self._wait(due - clock())
+
+    def _wait(self, left_s: float) -> None:
+        self._timer = asyncio.get_running_loop().call_later(min(left_s, _LOOK_S), self._look)
+
+    def _look(self) -> None:
+        left_s = self._due - self._clock()
+        if left_s > _CLOSE_S:
+            self._wait(left_s)
+        else:
+            self.cancel()
+            self._function()
+
+    def cancel(self) -> None:
+        """See `Handle`."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+            self._clock.putting_off(-1)
 
 
 class StepClock:
