@@ -13,7 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import hypothesis.strategies as st
-from hypothesis import HealthCheck, settings
+from hypothesis import HealthCheck, Phase, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, rule
 from tests.policy_trainer import ENDINGS, Ending, broadcast
 
@@ -427,9 +427,15 @@ class BroadcastMachine(PolicyMachine):
         assert self.worker.broadcast.state == "absent"
 
 
-def run_machine(machine: type[ControlMachine], kind: Kind, *, examples: int, steps: int) -> None:
+def run_machine(machine: type[ControlMachine], kind: Kind, *, examples: int, steps: int, shrinks: bool = True) -> None:
+    """`shrinks`: make a failing example smaller; on a server that takes seconds an example, a test's time is up before."""
+    phases = [phase for phase in settings().phases if shrinks or phase not in (Phase.shrink, Phase.explain)]
     test: Any = type(machine.__name__, (machine,), {"kind": kind}).TestCase
     test.settings = settings(
-        max_examples=examples, stateful_step_count=steps, deadline=None, suppress_health_check=list(HealthCheck)
+        max_examples=examples,
+        stateful_step_count=steps,
+        deadline=None,
+        suppress_health_check=list(HealthCheck),
+        phases=phases,
     )
     test("runTest").runTest()

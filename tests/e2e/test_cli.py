@@ -92,9 +92,9 @@ def test_a_running_request_may_finish_while_a_worker_drains(tmp_path: Path) -> N
     ) as worker:
         url = ready_line(worker, tmp_path / "log")["url"]
 
-        status, answer = terminate_while_running(worker, url, max_tokens=60)
+        status, answer = terminate_while_running(worker, url, max_tokens=200)
         assert worker.wait(30) == 0
-    assert (status, len(answer["choices"][0]["token_ids"])) == (200, 60)
+    assert (status, len(answer["choices"][0]["token_ids"])) == (200, 200)
 
 
 def test_while_a_worker_drains_probes_and_new_requests_are_told_so(tmp_path: Path) -> None:
@@ -280,7 +280,7 @@ def test_serve_makes_a_fleet_restarts_a_killed_worker_and_leaves_nothing_behind(
         assert victim not in started
         serve.send_signal(signal.SIGTERM)
         assert serve.wait(30) == 0
-        assert all_gone(before | started, seconds=1.0) == set()
+        assert all_gone(before | started, seconds=10.0) == set()
 
 
 def test_serve_keeps_its_policy_when_the_frontend_is_killed(tmp_path: Path) -> None:

@@ -11,13 +11,17 @@ from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
 
+import aiohttp
 from tests.e2e.fleets import write_weights
+from tests.e2e.server_support import eventually
 
 from rollplane.client.admin import AdminClient
 from rollplane.client.client import Client
 
 START_S, STOP_S = 45.0, 30.0
-SAMPLING: dict[str, Any] = {"max_tokens": 40, "ignore_eos": True, "logprobs": 0}
+TOKENS = 150
+"""Three seconds of the engines' steps here: time to see that all run and to end a worker, on a busy machine too."""
+SAMPLING: dict[str, Any] = {"max_tokens": TOKENS, "ignore_eos": True, "logprobs": 0}
 
 
 @contextlib.asynccontextmanager
@@ -54,6 +58,19 @@ def children(pid: int) -> dict[str, int]:
     return found
 
 
+async def placed(url: str, count: int) -> None:
+    """Return once so many sequences are at the workers, some at each."""
+
+    async def so_many() -> bool:
+        async with session.get(f"{url}/metrics") as answer:
+            lines = (await answer.text()).splitlines()
+        found = [float(line.rpartition(" ")[2]) for line in lines if line.startswith("rollplane_worker_sequences{")]
+        return sum(found) == count and min(found) > 0
+
+    async with aiohttp.ClientSession() as session:
+        await eventually(so_many)
+
+
 async def test_no_request_is_lost_when_one_of_three_workers_is_killed(tmp_path: Path) -> None:
     """And the restarted worker serves nothing before it has the policy that the others have."""
     log = tmp_path / "log"
@@ -68,11 +85,11 @@ async def test_no_request_is_lost_when_one_of_three_workers_is_killed(tmp_path: 
             asyncio.create_task(client.generate([5, 6, i], sampling_params={**SAMPLING, "seed": i}, request_id=f"r{i}"))
             for i in range(24)
         ]
-        await asyncio.wait(tasks, timeout=0.4)  # 40 steps of 20 ms: all are running
+        await placed(url, 24)
         assert not any(task.done() for task in tasks)
         os.kill(children(process.pid)["worker-0"], signal.SIGKILL)
         answers = await asyncio.gather(*tasks)
-        assert [answer.choices[0].token_ids.size for answer in answers] == [40] * 24
+        assert [answer.choices[0].token_ids.size for answer in answers] == [TOKENS] * 24
         assert {version for answer in answers for version, _ in answer.choices[0].policy_versions} == {"v1"}
         moved = [answer for answer in answers if answer.served_by.attempt > 1]
         assert moved
@@ -100,13 +117,13 @@ async def test_a_stopped_worker_gets_no_requests_and_loses_none(tmp_path: Path) 
             return asyncio.create_task(client.generate([5, 6, i], sampling_params={**SAMPLING, "seed": i}))
 
         running = [ask(i) for i in range(12)]
-        await asyncio.wait(running, timeout=0.4)  # 40 steps of 20 ms: all are running
+        await placed(url, 12)
         assert not any(task.done() for task in running)
         stopped = children(process.pid)["worker-0"]
         os.kill(stopped, signal.SIGSTOP)
         try:
             answers = await asyncio.gather(*running)
-            assert {answer.choices[0].token_ids.size for answer in answers} == {40}
+            assert {answer.choices[0].token_ids.size for answer in answers} == {TOKENS}
             moved = [answer for answer in answers if answer.served_by.attempt > 1]
             assert moved
             left = [record for record in await admin.workers() if record.error]

@@ -56,7 +56,7 @@ async def test_a_stopped_engine_process_turns_readiness_and_a_paused_one_looks_a
     )
     with running("mock-vllm", *options, "--port", "0", log=mock_log) as mock:
         endpoint = ready_line(mock, mock_log)["url"].removeprefix("grpc://")
-        flags = ("--engine", "vllm-grpc", "--grpc-endpoint", endpoint, "--port", "0", "--stall-s", "0.5")
+        flags = ("--engine", "vllm-grpc", "--grpc-endpoint", endpoint, "--port", "0", "--stall-s", "1.5")
         with running("worker", *flags, log=worker_log) as worker:
             url = ready_line(worker, worker_log)["url"]
             body = {"token_ids": [5], "stream": True, "sampling_params": {"max_tokens": 300, "ignore_eos": True}}
@@ -93,7 +93,7 @@ async def test_a_stopped_engine_process_turns_readiness_and_a_paused_one_looks_a
 
                 waiting = asyncio.create_task(held())
                 for _ in range(20):
-                    await asyncio.sleep(0.05)  # all together longer than the limit of a stall
+                    await asyncio.sleep(0.1)  # all together longer than the limit of a stall
                     assert [await status_of(probe) for probe in ("health", "liveness", "ready")] == [200] * 3
                 async with session.post(f"{url}/engine/resume_generation", json={}) as answer:
                     assert answer.status == 200

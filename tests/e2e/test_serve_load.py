@@ -20,7 +20,7 @@ SAMPLING: dict[str, Any] = {"ignore_eos": True, "logprobs": 0}
 SERVE = ["--workers", "2", "--port", "0", "--engine", "mock", "--backoff-s", "0.05"]
 
 
-async def ask(client: Client, i: int, *, max_tokens: int = 24) -> GenerateResponse:
+async def ask(client: Client, i: int, *, max_tokens: int = 40) -> GenerateResponse:
     sampling = {**SAMPLING, "max_tokens": max_tokens, "seed": i}
     return await client.generate([3 + i % 7, i], sampling_params=sampling, request_id=f"load-{i}")
 
@@ -37,7 +37,7 @@ async def test_five_hundred_requests_at_once_are_all_answered(tmp_path: Path) ->
         answers = await asyncio.gather(*(ask(client, i) for i in range(REQUESTS)))
         again = await asyncio.gather(*(ask(client, i) for i in range(0, REQUESTS, 50)))
     assert [answer.request_id for answer in answers] == [f"load-{i}" for i in range(REQUESTS)]
-    assert {len(tokens(answer)) for answer in answers} == {24}
+    assert {len(tokens(answer)) for answer in answers} == {40}
     assert len({answer.served_by.instance for answer in answers}) == 2
     assert [tokens(answer) for answer in again] == [tokens(answers[i]) for i in range(0, REQUESTS, 50)]
 

@@ -234,7 +234,7 @@ def test_a_worker_over_the_server_under_every_order_of_calls(
     bad = bad_adapters(root / "bad", adapters[0])
     kind = VllmRsKind([str(shared_model("qwen3"))], adapters, bad_adapters=bad)
     kind.target = server.grpc_target
-    run_machine(OverVllmRs, kind, examples=4, steps=20)
+    run_machine(OverVllmRs, kind, examples=4, steps=20, shrinks=False)
 
 
 # -- last: a name stays stuck in the server --------------------------------------------------------------------------

@@ -141,7 +141,9 @@ def check(kind: VllmKind, loop: OnLoop, *, isolate: bool, examples: int, steps: 
     policy.isolate, was = isolate, policy.isolate
     machine = OverVllm if isolate else OverVllmWithoutIsolation
     try:
-        run_machine(type(machine.__name__, (machine,), {"loop": loop}), kind, examples=examples, steps=steps)
+        run_machine(
+            type(machine.__name__, (machine,), {"loop": loop}), kind, examples=examples, steps=steps, shrinks=False
+        )
     finally:
         policy.isolate = was
         kind.make().first_version = "initial"
