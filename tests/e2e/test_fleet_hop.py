@@ -295,13 +295,13 @@ async def test_the_tries_end_and_the_last_error_is_raised() -> None:
 
 
 async def test_a_deadline_bounds_all_tries_together() -> None:
-    sent, handler = failing_first([Unavailable("later", retry_after_s=0.15)] * 99, b"")
+    sent, handler = failing_first([Unavailable("later", retry_after_s=0.2)] * 99, b"")
     began = asyncio.get_running_loop().time()
     async with serving(rollout=handler) as url, Client(url, attempts=99) as client:
         with pytest.raises((Unavailable, DeadlineExceeded)):
-            await client.generate([5, 6, 7], deadline_s=0.4)
-    assert asyncio.get_running_loop().time() - began < 3.0
-    assert 1 < len(sent) < 9
+            await client.generate([5, 6, 7], deadline_s=1.5)
+    assert asyncio.get_running_loop().time() - began < 10.0
+    assert 1 < len(sent) < 20
 
 
 @pytest.mark.parametrize(

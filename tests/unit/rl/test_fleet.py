@@ -131,7 +131,7 @@ async def test_a_deadline_in_the_middle_leaves_no_worker_of_unknown_version_in_s
         workers[1].gates["update"] = asyncio.Event()
         with pytest.raises(DeadlineExceeded):
             await fleet.update_from_disk(
-                weights(tmp_path, "v1"), operation=Operation(id="op", deadline_s=0.5), on_failure="fence"
+                weights(tmp_path, "v1"), operation=Operation(id="op", deadline_s=2.0), on_failure="fence"
             )
         assert workers[0].worker.version == "v1"
         assert [member.state for member in fleet.members] == ["fenced", "current"]

@@ -93,7 +93,7 @@ async def test_a_step_that_outlives_the_updates_deadline_is_called_off(restores:
                 raise
 
         native.transfer.update = hangs  # type: ignore[method-assign]
-        await opened(worker, deadline_s=0.05)
+        await opened(worker, deadline_s=0.5)
         with pytest.raises(EngineFailed if restores else DeadlineExceeded):
             await worker.update_weights(PART)
 
