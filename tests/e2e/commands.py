@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 COMMAND = [sys.executable, "-m", "rollplane.cli.main"]
-START_S = 45.0
+START_S = 120.0
 
 
 @contextlib.contextmanager

@@ -189,7 +189,7 @@ async def test_a_trainer_killed_in_mid_broadcast_leaves_the_old_version_serving(
         )  # fmt: skip
         try:
             assert trainer.stdout is not None
-            assert await asyncio.wait_for(trainer.stdout.readline(), 30) == b"half\n"
+            assert await asyncio.wait_for(trainer.stdout.readline(), 90) == b"half\n"
             await eventually(receiving)
             assert await tokens(served[0]) == before
         finally:

@@ -18,7 +18,7 @@ from tests.e2e.server_support import eventually
 from rollplane.client.admin import AdminClient
 from rollplane.client.client import Client
 
-START_S, STOP_S = 45.0, 30.0
+START_S, STOP_S = 120.0, 30.0
 TOKENS = 150
 """Three seconds of the engines' steps here: time to see that all run and to end a worker, on a busy machine too."""
 SAMPLING: dict[str, Any] = {"max_tokens": TOKENS, "ignore_eos": True, "logprobs": 0}

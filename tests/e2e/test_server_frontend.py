@@ -104,7 +104,7 @@ async def test_hanging_up_reaches_the_engine_through_both_hops(stream: bool) -> 
         for task in asked:
             task.cancel()
         await asyncio.gather(*asked, return_exceptions=True)
-        await eventually(all_closed, seconds=2.0)
+        await eventually(all_closed)
 
 
 async def test_bad_requests_do_not_open_a_circuit(fleet: Fleeted) -> None:

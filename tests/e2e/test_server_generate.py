@@ -319,7 +319,7 @@ async def test_a_caller_that_hangs_up_stops_the_work() -> None:
         async def all_closed() -> bool:
             return len(engine.closed_early) == 50
 
-        await eventually(all_closed, seconds=2.0)
+        await eventually(all_closed)
         assert await served.metric('rollplane_requests_total{outcome="cancelled"') == 50
         assert served.service.lifecycle.in_flight == 0
 

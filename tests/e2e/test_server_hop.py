@@ -111,7 +111,7 @@ async def test_leaving_the_iterator_stops_the_worker(stream: bool) -> None:
         async def closed() -> bool:
             return len(engine.closed_early) == 1
 
-        await eventually(closed, seconds=2.0)
+        await eventually(closed)
 
 
 @pytest.mark.parametrize(

@@ -274,7 +274,7 @@ async def test_hanging_up_on_a_stream_stops_the_work() -> None:
         async def all_closed() -> bool:
             return len(engine.closed_early) == 20
 
-        await eventually(all_closed, seconds=2.0)
+        await eventually(all_closed)
         assert served.service.lifecycle.in_flight == 0
 
 
@@ -293,7 +293,7 @@ async def test_hanging_up_on_a_held_stream_stops_the_wait() -> None:
         await eventually(held)
         asked.cancel()
         await asyncio.gather(asked, return_exceptions=True)
-        await eventually(gone, seconds=2.0)
+        await eventually(gone)
 
 
 async def test_streaming_is_in_the_description(mock: Served) -> None:
