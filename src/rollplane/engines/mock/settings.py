@@ -84,7 +84,7 @@ class MockSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         `cache_blocks`: size of a KV block and how many are kept (0: no prefix cache). `max_adapters`,
         `max_adapter_rank`: LoRA slots and largest rank (0 slots: no LoRA). `transfer_backend`: name of a weight transfer of
         its own, None for none. `sleep_mode`: whether it can be put to sleep.
-    Speed (seconds; 0 and None are instant):
+    Speed (seconds, less those for which the event loop is held up; 0 and None are instant):
         `prefill_tokens_per_s`: rate at which uncached prompt tokens are computed, one prompt after another.
         `step_s`: one decode step, in which each running sequence gets one token. `step_per_sequence_s`: what each
         running sequence adds to it. `stage_s`, `apply_s`: staging and applying weights.
