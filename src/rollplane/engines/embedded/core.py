@@ -1,8 +1,9 @@
 """The step loop: prompts in chunks, one token for every running sequence, and the policy controls between steps.
 
-Everything here runs in one thread. A step is a decode forward, then a prefill forward; joining and leaving happen
-between them. Results leave as `Emission`s. The controls (`abort`, `pause`, `resume`, `apply_weights`, ...) are called
-between steps only.
+Everything here runs in one thread. A step is one forward over the next token of every running sequence and a chunk of
+prompts; of a model whose attention cannot mix the two it is a forward for each. Joining and leaving happen after a
+forward. Results leave as `Emission`s. The controls (`abort`, `pause`, `resume`, `apply_weights`, ...) are called between
+steps only.
 """
 
 from collections.abc import Generator, Iterator
@@ -38,7 +39,7 @@ class CoreSettings:
 
     Args:
         max_slots: sequences that run at once.
-        chunk_tokens: prompt tokens computed between two decode steps.
+        chunk_tokens: prompt tokens computed with one decode step.
         max_adapters, max_adapter_rank: LoRA adapters held at once, and their largest rank.
     """
 
@@ -117,18 +118,24 @@ class Core:
 
     @torch.inference_mode()
     def step(self) -> list[Emission]:
-        """One decode and one prefill; what came of them."""
+        """The next token of every running sequence and a chunk of prompts; what came of them."""
         self.prefilled = False
         if self.idle:
             return []
         self.steps += 1
-        if self.scheduler.decodable:
-            self._decode()
-        emissions = self._retire()
-        if chunks := self.scheduler.plan():
-            self.prefilled = True
+        emissions: list[Emission] = []
+        decodes = self.scheduler.decodable
+        if decodes and not self.model.fast:  # whose prompts have a forward of their own
+            self._decode([])
+            emissions = self._retire()
+            decodes = False
+        chunks = self.scheduler.plan()
+        self.prefilled = bool(chunks)
+        if decodes:
+            self._decode(chunks)
+        elif chunks:
             self._prefill(chunks)
-            emissions += self._retire()
+        emissions += self._retire()
         return emissions + self._deltas()
 
     @torch.inference_mode()
@@ -244,50 +251,62 @@ class Core:
             prompt_logprobs=builder,
         )
 
-    def _decode(self) -> None:
-        """One token for every running sequence."""
+    def _decode(self, chunks: list[Chunk]) -> None:
+        """One token for every running sequence and, in the same forward, chunks of prompts (of a `fast` model only)."""
         running = self.scheduler.running
         batch = len(running)
+        self._begin(chunks)
         positions = self.slots.lengths[:batch] - 1
         self.slots.reserve(slots=batch, tokens=int(positions.max()) + 2)
-        rows = self.slots.rows[:batch]
-        cache = DecodeCache(self.slots, positions)
+        cache = DecodeCache(self.slots, positions, [(c.slot, c.start, c.end) for c in chunks])
         visible = torch.arange(cache.keys)[None] <= positions[:, None]
-        with self.adapters.rows([s.request.adapter for s in running], tokens=1):
+        adapters = [s.request.adapter for s in running]
+        for chunk in chunks:
+            adapters += [chunk.adapter] * chunk.tokens
+        with self.adapters.rows(adapters, tokens=1):
             out = self.model.forward(
-                self.slots.tokens[rows, positions][:, None],
-                positions=positions[:, None],
+                self.slots.tokens[cache.slots, cache.positions][:, None],
+                positions=cache.positions[:, None],
                 visible=visible[:, None],
                 cache=cache,
+                rows=_rows_with_logits(batch, chunks) if chunks else None,
             )
         if out.routes is not None:
-            self.slots.routes[rows, positions] = out.routes[:, 0].to(torch.int16)
+            self.slots.routes[cache.slots, cache.positions] = out.routes[:, 0].to(torch.int16)
         for sequence in running:
             sequence.computed += 1
-        self._sample(out.logits[:, -1], running, rows)
+        parts = torch.split(out.logits[:, -1], [batch, *(_logits_of(c) for c in chunks)])
+        first = self._count(dict(zip(chunks, parts[1:], strict=True)))
+        logits = torch.cat((parts[0], torch.stack(first))) if first else parts[0]
+        self._sample(logits, running, self.slots.rows[: len(running)])  # those that joined, too
 
     def _prefill(self, chunks: list[Chunk]) -> None:
         """Compute chunks of prompts; sequences whose prompt is complete get their first token."""
-        for chunk in chunks:
-            if chunk.job is not None and not chunk.start:
-                self._begin(chunk.job)
+        before = len(self.scheduler.running)
+        self._begin(chunks)
         computed: dict[Chunk, Tensor] = {}
         for alike in group_by_length(chunks):
             computed.update(self._compute(alike))
-        joined: list[Sequence] = []
-        first_logits: list[Tensor] = []
-        for chunk in chunks:  # in the order of their slots, which joining relies on
+        if first := self._count({chunk: computed[chunk] for chunk in chunks}):
+            running = self.scheduler.running
+            self._sample(torch.stack(first), running[before:], self.slots.rows[before : len(running)])
+
+    def _count(self, computed: dict[Chunk, Tensor]) -> list[Tensor]:
+        """Count computed chunks, with their logits [positions, V], in the order of their slots, which joining relies on.
+
+        The sequences whose prompt is complete run; their logits [V], one for each.
+        """
+        first: list[Tensor] = []
+        for chunk, logits in computed.items():
             if chunk.sequence is not None:
                 chunk.sequence.recompute(chunk.end)
-            if chunk.job is not None and self._advance(chunk.job, chunk, computed[chunk]):
-                joined += chunk.job.sequences
-                first_logits += [computed[chunk][-1]] * chunk.job.request.n
-        if joined:
-            self._sample(torch.stack(first_logits), joined, torch.tensor([s.slot for s in joined]))
+            if chunk.job is not None and self._advance(chunk.job, chunk, logits):
+                first += [logits[-1]] * chunk.job.request.n
+        return first
 
     def _compute(self, chunks: list[Chunk]) -> Iterator[tuple[Chunk, Tensor]]:
         """One forward over right-aligned chunks; each with the logits [positions, V] that were kept of it."""
-        tokens = max(c.end - c.start for c in chunks)
+        tokens = max(c.tokens for c in chunks)
         starts = torch.tensor([c.start for c in chunks])
         ends = torch.tensor([c.end for c in chunks])
         slots = torch.tensor([c.slot for c in chunks])
@@ -306,17 +325,19 @@ class Core:
                 every_position=any(c.job is not None and c.job.request.prompt_logprobs is not None for c in chunks),
             )
         for row, chunk in enumerate(chunks):
-            size = chunk.end - chunk.start
+            size = chunk.tokens
             # A recomputed sequence keeps the routes that were captured with its tokens.
             if out.routes is not None and chunk.job is not None:
                 self.slots.routes[chunk.slot, chunk.start : chunk.end] = out.routes[row, -size:].to(torch.int16)
             yield chunk, out.logits[row, -size:]
 
-    def _begin(self, job: Job) -> None:
-        """Put a job's prompt into its slot."""
-        prompt = job.request.prompt
-        self.slots.reserve(slots=job.slot + job.request.n, tokens=len(prompt) + 1)
-        self.slots.begin(job.slot, torch.from_numpy(prompt.astype("int64")))
+    def _begin(self, chunks: list[Chunk]) -> None:
+        """Put the prompts that begin into their slots."""
+        for chunk in chunks:
+            if chunk.job is not None and not chunk.start:
+                request = chunk.job.request
+                self.slots.reserve(slots=chunk.slot + request.n, tokens=len(request.prompt) + 1)
+                self.slots.begin(chunk.slot, torch.from_numpy(request.prompt.astype("int64")))
 
     def _advance(self, job: Job, chunk: Chunk, logits: Tensor) -> bool:
         """Count a computed chunk of a job's prompt; a complete one (True) is shared by its n sequences, which run."""
@@ -433,6 +454,25 @@ class Core:
             prompt_logprobs=prompt_logprobs,
             ending=ending,
         )
+
+
+def _logits_of(chunk: Chunk) -> int:
+    """How many of a chunk's last positions need logits."""
+    job = chunk.job
+    if job is None:
+        return 0
+    if job.request.prompt_logprobs is not None:
+        return chunk.tokens
+    return int(chunk.end == len(job.request.prompt))
+
+
+def _rows_with_logits(batch: int, chunks: list[Chunk]) -> Tensor:
+    """Int64 [rows]: of a forward's `batch` next tokens, then its chunks' tokens, those whose logits are needed."""
+    rows, end = list(range(batch)), batch
+    for chunk in chunks:
+        end += chunk.tokens
+        rows += range(end - _logits_of(chunk), end)
+    return torch.tensor(rows)
 
 
 def _visible(positions: Tensor, valid: Tensor, keys: Tensor | None) -> Tensor:

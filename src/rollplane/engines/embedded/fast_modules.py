@@ -111,6 +111,7 @@ def model_forward(
     attention_mask: Tensor,
     logits_to_keep: int,
     cache: Any = None,
+    rows: Tensor | None = None,
     **kwargs: Any,
 ) -> Any:
     """The stack of layers without the outputs that nobody asked for; without a cache, the class's own forward.
@@ -120,6 +121,7 @@ def model_forward(
         attention_mask: added to the scores, [rows, 1, tokens, keys].
         logits_to_keep: logits of so many last positions; 0 for all.
         cache: gets the new keys and values of each layer.
+        rows: int64, the rows that get logits; all if None.
     """
     from transformers.modeling_outputs import CausalLMOutput
 
@@ -138,8 +140,12 @@ def model_forward(
         mixed, _ = layer.self_attn(layer.input_layernorm(hidden_states), angles, attention_mask, cache=cache)
         hidden_states = hidden_states + mixed
         hidden_states = hidden_states + layer.mlp(layer.post_attention_layernorm(hidden_states))
-    hidden_states = self.model.norm(hidden_states[:, -logits_to_keep:])
-    return CausalLMOutput(logits=self.lm_head(hidden_states))
+    hidden_states = hidden_states[:, -logits_to_keep:]
+    if rows is None:
+        return CausalLMOutput(logits=self.lm_head(self.model.norm(hidden_states)))
+    if self.lm_head._forward_hooks:  # an adapter's, which knows its rows among all
+        return CausalLMOutput(logits=self.lm_head(self.model.norm(hidden_states)).index_select(0, rows))
+    return CausalLMOutput(logits=self.lm_head(self.model.norm(hidden_states.index_select(0, rows))))
 
 
 def norm_forward(self: Any, hidden_states: Tensor) -> Tensor:
@@ -174,7 +180,7 @@ def attention_forward(
     """One new token per row; anything else goes to the class's own forward.
 
     The query heads that share a key head are the rows of one matrix product, so keys and values are read once from the
-    cache's own memory.
+    cache's own memory. Rows that the keys are not for are tokens of prompts, each in the cache's `chunks`.
 
     Args:
         hidden_states: [rows, 1, features].
@@ -200,11 +206,30 @@ def attention_forward(
     query, key = both[:, :queries], both[:, queries:]
     value = self.v_proj(hidden_states).view(heads)
     keys, values = cache.update(key[:, :, None], value[:, :, None], self.layer_idx)
-    grouped = (query * self.scaling).view(rows * key.shape[1], self.num_key_value_groups, self.head_dim)
+    batch = len(keys)
+    grouped = (query[:batch] * self.scaling).view(batch * key.shape[1], self.num_key_value_groups, self.head_dim)
     scores = torch.bmm(grouped, keys.flatten(0, 1).transpose(1, 2))
-    scores.view(rows, query.shape[1], -1).add_(attention_mask[:, 0])
-    mixed = torch.bmm(scores.softmax(-1), values.flatten(0, 1))
-    return self.o_proj(mixed.view(rows, 1, -1)), None
+    scores.view(batch, queries, -1).add_(attention_mask[:, 0])
+    mixed = torch.bmm(scores.softmax(-1), values.flatten(0, 1)).view(batch, 1, -1)
+    if batch < rows:
+        views = ((chunk, *cache.of_chunk(chunk, self.layer_idx)) for chunk in cache.chunks)
+        chunks = [attend_chunk(query, *view, scaling=self.scaling) for view in views]
+        mixed = torch.cat((mixed, *chunks))
+    return self.o_proj(mixed), None
+
+
+def attend_chunk(query: Tensor, chunk: Any, keys: Tensor, values: Tensor, *, scaling: float) -> Tensor:
+    """What a prompt's rows [tokens] of `query` [rows, heads, dim] find: [tokens, 1, heads * dim].
+
+    Args:
+        chunk: its `rows` and their `mask`.
+        keys, values: [key heads, keys, dim].
+    """
+    own = query[chunk.rows].transpose(0, 1)[None]
+    mixed = nn.functional.scaled_dot_product_attention(
+        own, keys[None], values[None], attn_mask=chunk.mask, scale=scaling, enable_gqa=True
+    )
+    return mixed[0].transpose(0, 1).flatten(1)[:, None]
 
 
 def rotate(x: Tensor, cosines: Tensor, sines: Tensor) -> Tensor:

@@ -9,6 +9,7 @@ its batch in two products, so that requests that finish on old generations cost 
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from typing import Final
 
 import torch
 from torch import Tensor, nn
@@ -16,6 +17,9 @@ from torch.utils.hooks import RemovableHandle
 
 from rollplane.engines.embedded.adapter_reader import AdapterContents, LoraPair, pairs_of
 from rollplane.errors import Conflict
+
+STACKED_ROWS: Final = 64
+"""Rows of a decode step, with its prompts' tokens, up to which two products for all adapters cost less than two for each."""
 
 
 @dataclass
@@ -146,7 +150,7 @@ class AdapterSet:
         batch = self._batch
         if batch is None:
             return
-        if batch.tokens == 1 and len(batch.rows) > 1:
+        if batch.tokens == 1 and len(batch.rows) > 1 and batch.size <= STACKED_ROWS:
             self._add_stacked(module, x, y, batch)
             return
         for name, rows in batch.rows.items():

@@ -176,16 +176,25 @@ class CausalModel:
             return self.forward(ids, positions=positions, visible=visible, cache=_Probe(history)).logits[:, 0]
 
     def forward(
-        self, ids: Tensor, *, positions: Tensor, visible: Tensor, cache: KvCache, every_position: bool = False
+        self,
+        ids: Tensor,
+        *,
+        positions: Tensor,
+        visible: Tensor,
+        cache: KvCache,
+        every_position: bool = False,
+        rows: Tensor | None = None,
     ) -> Forward:
         """One forward.
 
         Args:
             ids: int64 [rows, tokens].
             positions: int64 [rows, tokens], each token's place in its own sequence.
-            visible: bool [rows, tokens, keys], what each token may attend to; no row all False.
+            visible: bool [rows, tokens, keys], what each token may attend to; no row all False. It may end before the
+                rows of a `DecodeCache`'s chunks, which say that themselves.
             cache: gets the new keys and values and returns what is visible.
             every_position: logits of every position; else of the last one only.
+            rows: int64, the rows that get logits; all if None. For `fast` models only, as are chunks.
 
         Raises:
             EngineFailed: the expert hook missed an MoE layer.
@@ -199,9 +208,9 @@ class CausalModel:
             use_cache=True,
             logits_to_keep=0 if every_position else 1,
             **{self._cache_name: cache},
+            **({} if rows is None else {"rows": rows}),
         )
-        rows, tokens = ids.shape
-        return Forward(out.logits.float(), self._tap.take(rows, tokens))
+        return Forward(out.logits.float(), self._tap.take(*ids.shape))
 
 
 def load_model(directory: str | Path, *, dtype: str = "float32", max_context_tokens: int | None = None) -> CausalModel:

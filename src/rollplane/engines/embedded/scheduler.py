@@ -1,7 +1,7 @@
 """Who runs, who waits, and which prompt tokens the next step computes.
 
 Slots 0..B-1 belong to the B decoding sequences. Prompts are computed in order, in chunks of at most `chunk_tokens` per
-step, between decode steps, so that a long prompt does not stall the others. At most one prompt is half computed; it
+step, so that a long prompt does not stall the others. At most one prompt is half computed; it
 sits in slot B. The n sequences of a request share one prefill.
 """
 
@@ -40,6 +40,11 @@ class Chunk:
     adapter: str | None
     job: Job | None = None
     sequence: Sequence | None = None
+
+    @property
+    def tokens(self) -> int:
+        """How many."""
+        return self.end - self.start
 
 
 @dataclass
@@ -110,7 +115,7 @@ class Scheduler:
         return taken
 
     def plan(self) -> list[Chunk]:
-        """The chunks of the next prefill forward; running sequences that lost their keys come first and alone."""
+        """The chunks of the next step; running sequences that lost their keys come first and alone."""
         stale = [s for s in self.running if s.computed < s.total - 1]
         return list(self._recompute_chunks(stale) if stale else self._prompt_chunks())
 
@@ -174,9 +179,8 @@ def group_by_length(chunks: list[Chunk]) -> list[list[Chunk]]:
     Chunks are padded to their group's longest, so that at most half of a forward is padding.
     """
     groups: list[list[Chunk]] = []
-    for chunk in sorted(chunks, key=lambda c: c.start - c.end):
-        size = chunk.end - chunk.start
-        if groups and 2 * size >= groups[-1][0].end - groups[-1][0].start:
+    for chunk in sorted(chunks, key=lambda c: -c.tokens):
+        if groups and 2 * chunk.tokens >= groups[-1][0].tokens:
             groups[-1].append(chunk)
         else:
             groups.append([chunk])

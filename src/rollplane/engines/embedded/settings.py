@@ -17,7 +17,7 @@ class EmbeddedSettings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
         max_model_len: longest prompt and completion together, in tokens; what the model was trained for if absent.
         max_num_seqs: sequences that run at once.
         policy_version: version of the weights at the start; the directory's name if absent.
-        chunk_tokens: prompt tokens computed between two decode steps.
+        chunk_tokens: prompt tokens computed with one decode step.
         max_logprobs: most alternatives per token that a request may ask for.
         max_loras, max_lora_rank: adapters held at once, and their largest rank.
         threads: torch's threads; absent leaves torch's own choice.

@@ -5,6 +5,8 @@ nothing is padded. Whoever leaves is replaced by the last one (`move`). Arrays g
 come; unused memory is zeroed, because a masked key still multiplies a value by zero and zero times NaN is NaN.
 """
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -87,28 +89,68 @@ class SlotTable:
                 array[target, :n] = array[source, :n]
 
 
+@dataclass(frozen=True)
+class ChunkRows:
+    """The rows of a decode step's forward that are tokens of one prompt.
+
+    Args:
+        rows: which rows.
+        slot: where the prompt is.
+        mask: float [tokens, keys], added to their scores of the slot's first keys.
+    """
+
+    rows: slice
+    slot: int
+    mask: Tensor
+
+
 class DecodeCache:
-    """The cache of one decode step: one new token for each of the slots 0..B-1, at `positions` [B]."""
+    """The cache of one decode step: R rows of one token each, the next of every slot 0..B-1, then chunks of prompts.
+
+    Args:
+        table: the slots.
+        positions: int64 [B], of the next tokens.
+        chunks: (slot, start, end) of the prompts' tokens, none of them in the slots 0..B-1.
+
+    `slots` and `positions` int64 [R] are the rows'; `chunks` says what each prompt's rows may attend to.
+    """
 
     is_compileable = False
 
-    def __init__(self, table: SlotTable, positions: Tensor) -> None:
+    def __init__(self, table: SlotTable, positions: Tensor, chunks: Sequence[tuple[int, int, int]] = ()) -> None:
         self._kv = table.kv
         self._batch = len(positions)
+        self.keys = int(positions.max()) + 1
+        self.slots, self.positions = table.rows[: self._batch], positions
+        self.chunks: list[ChunkRows] = []
+        if chunks:
+            sizes = torch.tensor([end - start for _, start, end in chunks])
+            of_chunks = torch.tensor([slot for slot, _, _ in chunks]).repeat_interleave(sizes)
+            self.slots = torch.cat((self.slots, of_chunks))
+            self.positions = torch.cat((positions, *(torch.arange(start, end) for _, start, end in chunks)))
+        row = self._batch
+        for slot, start, end in chunks:
+            rows = slice(row, row := row + end - start)
+            later = torch.arange(end)[None] > self.positions[rows, None]
+            self.chunks.append(ChunkRows(rows, slot, torch.zeros(later.shape).masked_fill_(later, float("-inf"))))
         layers, sides, slots, heads, capacity, dim = table.kv.shape
         self._flat = table.kv.view(layers, sides, slots * heads * capacity, dim)
-        first = torch.arange(self._batch * heads).view(self._batch, heads) * capacity
-        self._at = (first + positions[:, None]).view(-1)
-        self.keys = int(positions.max()) + 1
+        first = (self.slots[:, None] * heads + torch.arange(heads)) * capacity
+        self._at = (first + self.positions[:, None]).view(-1)
 
     def update(self, k: Tensor, v: Tensor, layer: int, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
-        """Keep [B, heads, 1, dim]; return [B, heads, keys, dim], a view."""
+        """Keep [R, heads, 1, dim]; return [B, heads, keys, dim], a view, which is for the first B rows."""
         keys, values = self._flat[layer].unbind()
         dim = k.shape[-1]
         keys.index_copy_(0, self._at, k.reshape(-1, dim))
         values.index_copy_(0, self._at, v.reshape(-1, dim))
         visible_keys, visible_values = self._kv[layer, :, : self._batch, :, : self.keys].unbind()
         return visible_keys, visible_values
+
+    def of_chunk(self, chunk: ChunkRows, layer: int) -> tuple[Tensor, Tensor]:
+        """Keys and values [heads, keys, dim] for a prompt's rows, once `update` has kept their own; views."""
+        keys, values = self._kv[layer, :, chunk.slot, :, : chunk.mask.shape[1]].unbind()
+        return keys, values
 
     def get_seq_length(self, *args: Any) -> int:
         """0: the caller gives positions and mask."""

@@ -66,6 +66,39 @@ def test_a_prompt_gives_the_logits_of_transformers(kind: str, every_position: bo
     assert (got.logits - wanted).abs().max() <= 1e-5
 
 
+@pytest.mark.parametrize("kind", sorted(FAST_FAMILIES))
+def test_next_tokens_and_prompts_together_have_the_logits_of_transformers(kind: str, tmp_path: Path) -> None:
+    """Two running rows of different lengths, a prompt's second chunk and another's first; logits of some rows only."""
+    path = MAKERS[kind](tmp_path / "m", layers=3)
+    model, plain = load_model(path), AutoModelForCausalLM.from_pretrained(path)
+    table = SlotTable(model.shape, max_slots=4, dtype=torch.float32)
+    ids = torch.randint(7, tiny.VOCABULARY, (4, 20), generator=torch.Generator().manual_seed(0))
+    known = torch.tensor([9, 14, 5, 0])  # tokens of each slot that were computed before
+    with torch.inference_mode():
+        for slot, size in enumerate(known.tolist()):
+            if size:
+                positions, valid = torch.arange(size)[None], torch.ones(1, size, dtype=torch.bool)
+                cache = PrefillCache(table, slots=torch.tensor([slot]), valid=valid, positions=positions, history=False)
+                visible = valid[:, None].expand(-1, size, -1).tril()
+                model.forward(ids[slot : slot + 1, :size], positions=positions, visible=visible, cache=cache)
+        step = DecodeCache(table, known[:2], [(2, 5, 11), (3, 0, 4)])
+        assert step.slots.tolist() == [0, 1] + [2] * 6 + [3] * 4
+        assert step.positions.tolist() == [9, 14, 5, 6, 7, 8, 9, 10, 0, 1, 2, 3]
+        rows = torch.tensor([0, 1, 2, 7, 10, 11])
+        got = model.forward(
+            ids[step.slots, step.positions][:, None],
+            positions=step.positions[:, None],
+            visible=(torch.arange(step.keys)[None] <= known[:2, None])[:, None],
+            cache=step,
+            rows=rows,
+        )
+        wanted = plain(ids).logits[step.slots, step.positions][rows]
+    assert got.logits.shape == (6, 1, tiny.VOCABULARY)
+    assert (got.logits[:, 0] - wanted).abs().max() <= 1e-5
+    if got.routes is not None:  # of every row, those without logits too
+        assert got.routes.shape[:2] == (12, 1)
+
+
 @pytest.mark.parametrize("kind", ["qwen2_moe", "olmoe"])
 def test_other_families_keep_their_own_modules(kind: str, tmp_path: Path, make_other_moe: Callable[..., Path]) -> None:
     model = load_model(make_other_moe(kind, tmp_path / "m"))
