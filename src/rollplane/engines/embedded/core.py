@@ -275,7 +275,7 @@ class Core:
             self.slots.routes[cache.slots, cache.positions] = out.routes[:, 0].to(torch.int16)
         for sequence in running:
             sequence.computed += 1
-        parts = torch.split(out.logits[:, -1], [batch, *(_logits_of(c) for c in chunks)])
+        parts = torch.split(out.logits[:, -1], [batch, *(c.logits for c in chunks)])
         first = self._count(dict(zip(chunks, parts[1:], strict=True)))
         logits = torch.cat((parts[0], torch.stack(first))) if first else parts[0]
         self._sample(logits, running, self.slots.rows[: len(running)])  # those that joined, too
@@ -456,22 +456,12 @@ class Core:
         )
 
 
-def _logits_of(chunk: Chunk) -> int:
-    """How many of a chunk's last positions need logits."""
-    job = chunk.job
-    if job is None:
-        return 0
-    if job.request.prompt_logprobs is not None:
-        return chunk.tokens
-    return int(chunk.end == len(job.request.prompt))
-
-
 def _rows_with_logits(batch: int, chunks: list[Chunk]) -> Tensor:
     """Int64 [rows]: of a forward's `batch` next tokens, then its chunks' tokens, those whose logits are needed."""
     rows, end = list(range(batch)), batch
     for chunk in chunks:
         end += chunk.tokens
-        rows += range(end - _logits_of(chunk), end)
+        rows += range(end - chunk.logits, end)
     return torch.tensor(rows)
 
 

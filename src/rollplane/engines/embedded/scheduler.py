@@ -46,6 +46,14 @@ class Chunk:
         """How many."""
         return self.end - self.start
 
+    @property
+    def logits(self) -> int:
+        """How many of its last positions need logits."""
+        if self.job is None:
+            return 0
+        request = self.job.request
+        return self.tokens if request.prompt_logprobs is not None else int(self.end == len(request.prompt))
+
 
 @dataclass
 class Scheduler:
