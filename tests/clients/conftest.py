@@ -17,7 +17,7 @@ from tests.real.processes import ROOT, VLLM_SETTINGS, running, wait_for_http
 PYTHON = ROOT / ".venv" / "bin" / "python"
 TOOL_TOKENS = ["<tool_call>", "</tool_call>", "<tool_response>", "</tool_response>", "</think>"]
 MODEL = "tiny"
-PATIENCE_S = 120
+PATIENCE_S = 300
 
 # Clients look for `uv` and for certificates of proxies by themselves.
 os.environ["PATH"] = f"{ROOT / '.venv-clients' / 'bin'}:{os.environ['PATH']}"
@@ -91,5 +91,5 @@ def adapters(moe_model: Path, tmp_path_factory: pytest.TempPathFactory) -> list[
         "import sys; from tests.models.tiny import make_lora\n"
         f"for i in range(2): make_lora(f'{root}/step_{{i}}', base={str(moe_model)!r}, seed=i)"
     )
-    subprocess.run([PYTHON, "-c", words], cwd=ROOT, check=True, timeout=120, capture_output=True)
+    subprocess.run([PYTHON, "-c", words], cwd=ROOT, check=True, timeout=PATIENCE_S, capture_output=True)
     return [root / "step_0", root / "step_1"]

@@ -24,7 +24,7 @@ def shell(command: str) -> Any:
     return json.loads(done.stdout)
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_the_tutorial_does_what_it_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     _, start, rollout, mistake, update, _ = blocks("tutorial.md", "bash", port=str(free_port()))
@@ -50,7 +50,7 @@ def test_the_tutorial_does_what_it_says(tmp_path: Path, monkeypatch: pytest.Monk
     assert "v1" in gone["message"]
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_the_plain_script_learns_and_agrees_with_the_engine(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

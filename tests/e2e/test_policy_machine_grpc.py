@@ -47,7 +47,7 @@ class OverGrpc(Native):
         await super().recover()
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_a_worker_over_a_vllm_server() -> None:
     root = Path(tempfile.mkdtemp())
     try:

@@ -55,7 +55,7 @@ def test_every_link_leads_to_a_page() -> None:
     assert [link for link in links if not (ROOT / link).exists()] == []
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 def test_the_curl_example_gives_its_answer_and_the_client_example_runs(tmp_path: Path) -> None:
     port = str(free_port())
     serve = shlex.split(blocks("bash", "rollplane serve")[0].replace("\\\n", " ").replace("8000", port))

@@ -30,7 +30,7 @@ SERVER = MockSettings(max_model_len=256)  # short: a body without max_tokens run
 # is an integer to JSON Schema, is none here.
 UNCHECKED = [positive_data_acceptance, not_a_server_error]  # server errors: `allowed` has the two that are meant
 
-pytestmark = pytest.mark.timeout(600 if "ROLLPLANE_FUZZ_EXAMPLES" in os.environ else 60)
+pytestmark = pytest.mark.timeout(600 if "ROLLPLANE_FUZZ_EXAMPLES" in os.environ else 180)
 
 
 @contextlib.asynccontextmanager

@@ -30,7 +30,7 @@ def tokens(answer: GenerateResponse) -> list[int]:
     return ids
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 async def test_five_hundred_requests_at_once_are_all_answered(tmp_path: Path) -> None:
     options = [*SERVE, "--engine-option", "step_s=0.01"]
     async with serving(*options, log=tmp_path / "log") as (_, url), Client(url, attempts=1) as client:
@@ -68,7 +68,7 @@ async def test_twice_the_load_that_can_be_served_waits_and_nobody_is_turned_away
     assert took > 1.5 * seconds, "that was no overload"
 
 
-@pytest.mark.timeout(120)
+@pytest.mark.timeout(300)
 async def test_a_killed_worker_loses_no_request_and_mixes_none(tmp_path: Path) -> None:
     options = [*SERVE, "--engine-option", "step_s=0.05"]
     async with serving(*options, log=tmp_path / "log") as (process, url), Client(url, attempts=1) as client:

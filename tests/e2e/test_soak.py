@@ -20,7 +20,7 @@ def soak(tmp_path: Path, *words: str) -> dict[str, object]:
     return found
 
 
-@pytest.mark.timeout(180)
+@pytest.mark.timeout(300)
 def test_a_short_soak_on_the_mock_finds_nothing(tmp_path: Path) -> None:
     found = soak(tmp_path, "--engine", "mock", "--workers", "2", "--minutes", "0.1", "--update-s", "1.5")
     did, answers = found["did"], found["answers"]

@@ -10,7 +10,7 @@ from tests.models.tiny import shared_model
 from tests.real import dynamo_deployment as deployment
 from tests.real import processes
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 DEPLOY = processes.ROOT / "deploy"
 FILES = sorted((DEPLOY / "kubernetes").glob("*.yaml"))

@@ -21,7 +21,7 @@ from rollplane.client.options import GenerateOptions
 from rollplane.errors import InvalidRequest
 from rollplane.protocol.response import GenerateResponse
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(300)
 
 PROMPT = [300 + 7 * i for i in range(12)]
 

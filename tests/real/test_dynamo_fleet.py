@@ -11,7 +11,7 @@ from tests.models.tiny import shared_model
 from tests.real import dynamo_deployment as deployment
 from tests.real import processes
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(300)
 
 BODY = {"token_ids": [300 + 7 * i for i in range(12)], "sampling_params": {"max_tokens": 2}}
 KEY = "key-of-the-administration-0001"

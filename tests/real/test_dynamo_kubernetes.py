@@ -12,7 +12,7 @@ from tests.real import dynamo_deployment as deployment
 from tests.real import processes
 from tests.real.kubernetes_api import uid_of
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 KUBERNETES = {"DYN_DISCOVERY_BACKEND": "kubernetes", "POD_NAMESPACE": "default"}
 BODY = {"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 2, "logprobs": 1}}

@@ -27,7 +27,7 @@ from rollplane.identity import media_identity
 from rollplane.protocol.request import parse_request
 from rollplane.testing import answer
 
-pytestmark = [pytest.mark.timeout(150), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 
 PROMPT = [300 + 7 * i for i in range(12)]
 PAYLOAD = payload(**image_fields(grid=(1, 2, 2)))

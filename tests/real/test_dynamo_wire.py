@@ -24,7 +24,7 @@ from rollplane.engines.mock.settings import MockSettings
 from rollplane.errors import Cancelled, InvalidRequest
 from rollplane.identity import media_identity
 
-pytestmark = [pytest.mark.timeout(150), pytest.mark.asyncio(loop_scope="module")]
+pytestmark = [pytest.mark.timeout(300), pytest.mark.asyncio(loop_scope="module")]
 
 PROMPT = [300 + 7 * i for i in range(12)]
 RANKS = 2

@@ -21,7 +21,7 @@ from tests.real import processes
 from rollplane import Client, DynamoClient
 from rollplane.client.options import GenerateOptions
 
-pytestmark = pytest.mark.timeout(150)
+pytestmark = pytest.mark.timeout(300)
 
 PROMPT = [300 + 7 * i for i in range(12)]
 PAYLOAD = payload(**image_fields(grid=(1, 2, 2)))

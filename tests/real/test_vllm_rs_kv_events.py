@@ -22,7 +22,7 @@ from rollplane.router.worker import RoutedWorker
 from rollplane.testing import answer, make_request
 from rollplane.worker import Worker
 
-pytestmark = pytest.mark.timeout(180)
+pytestmark = pytest.mark.timeout(300)
 
 BLOCK_TOKENS = 32
 WAIT_S = 30.0

@@ -23,7 +23,7 @@ from rollplane.protocol.response import GenerateResponse
 from rollplane.testing import CHECKS, Subject, answer, make_request, run_check
 from rollplane.worker import Worker
 
-pytestmark = pytest.mark.timeout(120)
+pytestmark = pytest.mark.timeout(300)
 
 VOCABULARY = 1024
 PROMPT = [300 + 17 * i for i in range(40)]

@@ -16,7 +16,7 @@ from rollplane.engines.grpc.settings import GrpcSettings
 from rollplane.protocol.request import parse_request
 from rollplane.testing import answer
 
-pytestmark = pytest.mark.timeout(240)
+pytestmark = pytest.mark.timeout(300)
 
 SAMPLING: list[dict[str, Any]] = [
     {"temperature": 0.0, "max_tokens": 24, "ignore_eos": True},

@@ -14,7 +14,7 @@ import pytest_asyncio
 from tests.models.tiny import make_lora, shared_model
 from tests.vllm.support import LastingEngine, settings_of
 
-START_AND_TEST_S = 240
+START_AND_TEST_S = 300
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
