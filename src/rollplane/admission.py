@@ -9,9 +9,10 @@ from typing import Any, Final
 import numpy as np
 
 from rollplane.errors import ContextOverflow, InvalidRequest
+from rollplane.protocol.arrays import INT32_MAX
 from rollplane.protocol.info import EngineInfo
 from rollplane.protocol.request import GenerateRequest
-from rollplane.protocol.token_ids import check_token_ids
+from rollplane.protocol.token_ids import check_token_ids, largest_id
 
 _ALWAYS_FINE: Final = frozenset(
     {
@@ -138,11 +139,11 @@ def request_warnings(request: GenerateRequest, info: EngineInfo) -> list[str]:
 
 
 def _check_prompt(request: GenerateRequest, info: EngineInfo) -> None:
-    check_token_ids(request.token_ids)
-    tokens = request.prompt_tokens
-    high = int(np.maximum.reduce(request.token_ids))
-    if high >= info.vocab_bound:
-        bad = int(np.flatnonzero(request.token_ids >= info.vocab_bound)[0])
+    ids, tokens = request.token_ids, request.prompt_tokens
+    if ids.ndim != 1 or not tokens or (high := largest_id(ids)) > INT32_MAX:
+        check_token_ids(ids)
+    elif high >= info.vocab_bound:
+        bad = int(np.flatnonzero(ids >= info.vocab_bound)[0])
         raise InvalidRequest(
             f"token_ids[{bad}] is {int(request.token_ids[bad])}, outside the vocabulary [0, {info.vocab_bound})",
             param=f"token_ids[{bad}]",

@@ -7,7 +7,7 @@ by its own type, and turns token ids into an int32 array without a Python object
 
 import hashlib
 import math
-import uuid
+import os
 from collections.abc import Mapping
 from typing import Any, Final, Literal
 
@@ -346,7 +346,7 @@ def request_id_of(header: str | None, field: str | None) -> str:
     """
     value = header if header is not None else field
     if value is None:
-        return uuid.uuid4().hex
+        return os.urandom(16).hex()
     if not 1 <= len(value) <= MAX_REQUEST_ID_CHARS or not value.isprintable():
         raise InvalidRequest(
             f"request_id must be a printable string of 1 to {MAX_REQUEST_ID_CHARS} characters, has {len(value)}",

@@ -5,6 +5,7 @@ omitted to the engine. The names are vLLM 0.31's public `SamplingParams`. Checks
 engine's vocabulary, widths and abilities is in `rollplane.admission`.
 """
 
+import functools
 import math
 import re
 from typing import Any, Final
@@ -23,7 +24,9 @@ MAX_STOP_STRINGS: Final = 64
 MAX_STOP_CHARS: Final = 1024
 
 
-class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
+class SamplingParams(
+    msgspec.Struct, frozen=True, dict=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True
+):
     """What a caller may set. Units: temperatures and penalties are dimensionless, counts are tokens."""
 
     n: int | Maybe = UNSET
@@ -68,7 +71,11 @@ class SamplingParams(msgspec.Struct, kw_only=True, omit_defaults=True, forbid_un
         return default if value is UNSET or value is None else value
 
     def given(self) -> dict[str, Any]:
-        """The fields that hold a value (neither omitted nor null)."""
+        """The fields that hold a value (neither omitted nor null); not to be changed, for it is made once."""
+        return self._given
+
+    @functools.cached_property
+    def _given(self) -> dict[str, Any]:
         fields = zip(self.__struct_fields__, msgspec.structs.astuple(self), strict=True)
         return {name: value for name, value in fields if value is not UNSET and value is not None}
 

@@ -12,6 +12,10 @@ from rollplane.protocol.opaque import json_kind
 _BLANKS: Final = b" \t\r\n"
 _INTEGER_TEXT: Final = b"0123456789-," + _BLANKS
 
+_UNSIGNED: Final[dict[Any, np.dtype[Any]]] = {
+    np.dtype(np.int32): np.dtype(np.uint32),
+    np.dtype(np.int64): np.dtype(np.uint64),
+}
 _MSGPACK_IDS: msgspec.msgpack.Decoder[Int32Array] = msgspec.msgpack.Decoder(Int32Array, dec_hook=dec_hook)
 
 
@@ -57,14 +61,21 @@ def check_token_ids(ids: np.ndarray[Any, Any]) -> Int32Array:
         raise InvalidRequest(f"token_ids must have one dimension, has {ids.ndim}", param="token_ids")
     if ids.size == 0:
         raise InvalidRequest("token_ids must not be empty", param="token_ids")
-    low, high = int(np.minimum.reduce(ids)), int(np.maximum.reduce(ids))
-    if low < 0 or high > INT32_MAX:
+    if largest_id(ids) > INT32_MAX:
         bad = int(np.flatnonzero((ids < 0) | (ids > INT32_MAX))[0])
         value = int(ids[bad])
         # The reader saturates at 64 bits, so the largest value may stand for any number.
         shown = "" if value == 2**63 - 1 else f"{value}, "
         raise InvalidRequest(f"token_ids[{bad}] is {shown}outside [0, {INT32_MAX}]", param=f"token_ids[{bad}]")
     return ids.astype(np.int32, copy=False)
+
+
+def largest_id(ids: np.ndarray[Any, Any]) -> int:
+    """The largest of some integers [N], N > 0; one over int32 where any is negative, so that one pass finds both."""
+    unsigned = _UNSIGNED.get(ids.dtype)
+    if unsigned is not None:
+        return int(np.maximum.reduce(ids.view(unsigned)))
+    return int(np.maximum.reduce(ids)) if np.minimum.reduce(ids) >= 0 else INT32_MAX + 1
 
 
 def _refuse_token_ids(text: bytes) -> NoReturn:
