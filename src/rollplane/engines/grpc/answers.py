@@ -209,7 +209,7 @@ def int32s(field: Any) -> Int32Array:
     Raises:
         EngineProtocolError: a number over int32.
     """
-    wide = np.array(field, dtype=np.uint32) if len(field) else np.empty(0, dtype=np.uint32)
+    wide = np.array(field[:], dtype=np.uint32) if len(field) else np.empty(0, dtype=np.uint32)
     narrow = wide.view(np.int32)
     if narrow.size and np.minimum.reduce(narrow) < 0:
         raise EngineProtocolError(f"the engine sent {int(wide.max())}, which does not fit int32")
@@ -218,7 +218,7 @@ def int32s(field: Any) -> Int32Array:
 
 def float32s(field: Any) -> Float32Array:
     """A float32 array of a repeated float field."""
-    return np.array(field, dtype=np.float32) if len(field) else np.empty(0, dtype=np.float32)
+    return np.array(field[:], dtype=np.float32) if len(field) else np.empty(0, dtype=np.float32)
 
 
 def floor(values: Float32Array) -> int:

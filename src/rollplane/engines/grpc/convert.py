@@ -5,6 +5,7 @@ may come from the model's `generation_config.json` or be greedy: the neutral val
 against the wire's own widths, so that nothing is cut off on the way.
 """
 
+import functools
 from collections.abc import Callable
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -68,6 +69,14 @@ NEUTRAL_VALUES: Final[dict[str, tuple[Any, ...]]] = {
 """Parameters the wire does not carry, with the values that ask for nothing."""
 
 
+MAX_KNOWN: Final = 256
+MAX_KNOWN_BYTES: Final = 1024
+"""Sampling parameters whose message is kept: requests of a run share theirs, and few have long ones."""
+
+_encode: Final = msgspec.msgpack.Encoder().encode
+_decode: Final = msgspec.msgpack.Decoder(SamplingParams).decode
+
+
 class ConvertSettings(msgspec.Struct, frozen=True, kw_only=True):
     """What conversion depends on beside the request.
 
@@ -93,30 +102,19 @@ def to_wire(
     settings = settings or ConvertSettings()
     params = request.sampling
     _check_sayable(request)
-    wire = pb.GenerateRequest(
-        request_id=request.request_id,
-        temperature=float(params.get("temperature", 1.0)),
-        sampling=pb.RandomSampling(
-            num_sequences=1,
-            top_k=params.top_k_limit or NO_TOP_K,
-            top_p=float(params.get("top_p", 1.0)),
-            min_p=float(params.get("min_p", 0.0)),
-            seed=params.get("seed"),
-        ),
-        decoding=_decoding(params),
-        stopping=pb.StoppingCriteria(
-            max_new_tokens=resolve_max_tokens(request, info),
-            min_new_tokens=params.get("min_tokens", 0),
-            stop_token_ids=params.get("stop_token_ids", []),
-            stop_strings=params.stop_strings,
-            include_stop_strings=params.get("include_stop_str_in_output", False),
-            ignore_eos=params.get("ignore_eos", False),
-        ),
-        response=_response_options(request),
-        priority=request.priority,
-        session_id=request.options.session_id,
-        lora_name=request.adapter,
-    )
+    seed = params.get("seed")
+    wire = pb.GenerateRequest.FromString(_sampling_of(params))
+    wire.request_id = request.request_id
+    wire.stopping.max_new_tokens = resolve_max_tokens(request, info)
+    if seed is not None:
+        wire.sampling.seed = seed
+    if request.return_token_ids:
+        wire.response.prompt_token_ids = True
+    wire.priority = request.priority
+    if request.options.session_id is not None:
+        wire.session_id = request.options.session_id
+    if request.adapter is not None:
+        wire.lora_name = request.adapter
     extend_field(wire.token_ids, "ids", request.token_ids)  # in place: a message that is given is copied
     _add_kv(wire, request)
     for item in request.features or ():
@@ -128,7 +126,41 @@ def to_wire(
         raise PayloadTooLarge(
             f"the request has {size} bytes on the engine's wire, its limit is {settings.max_request_bytes}"
         )
-    return _children(wire, choices=params.choices, seed=params.get("seed"))
+    return _children(wire, choices=params.choices, seed=seed)
+
+
+def _sampling_of(params: SamplingParams) -> bytes:
+    """What a wire request says of sampling: all but seed and limit, the fields in which the requests of a run differ."""
+    shared = msgspec.structs.replace(params, seed=msgspec.UNSET, max_tokens=msgspec.UNSET)
+    key = _encode(shared)
+    return _known_sampling(key) if len(key) <= MAX_KNOWN_BYTES else _sampling_message(shared)
+
+
+@functools.lru_cache(maxsize=MAX_KNOWN)
+def _known_sampling(key: bytes) -> bytes:
+    return _sampling_message(_decode(key))
+
+
+def _sampling_message(params: SamplingParams) -> bytes:
+    wire = pb.GenerateRequest(
+        temperature=float(params.get("temperature", 1.0)),
+        sampling=pb.RandomSampling(
+            num_sequences=1,
+            top_k=params.top_k_limit or NO_TOP_K,
+            top_p=float(params.get("top_p", 1.0)),
+            min_p=float(params.get("min_p", 0.0)),
+        ),
+        decoding=_decoding(params),
+        stopping=pb.StoppingCriteria(
+            min_new_tokens=params.get("min_tokens", 0),
+            stop_token_ids=params.get("stop_token_ids", []),
+            stop_strings=params.stop_strings,
+            include_stop_strings=params.get("include_stop_str_in_output", False),
+            ignore_eos=params.get("ignore_eos", False),
+        ),
+        response=_response_options(params),
+    )
+    return wire.SerializeToString()
 
 
 def child_ids(request_id: str, *, choices: int) -> list[str]:
@@ -228,10 +260,8 @@ _STRUCTURES: Final[dict[str, tuple[type | tuple[type, ...], Callable[[pb.Decodin
 }
 
 
-def _response_options(request: GenerateRequest) -> pb.ResponseOptions:
-    params = request.sampling
+def _response_options(params: SamplingParams) -> pb.ResponseOptions:
     out = pb.ResponseOptions(
-        prompt_token_ids=request.return_token_ids,
         output_text=False,
         output_token_ids=True,
         skip_special_tokens=params.get("skip_special_tokens"),  # stop strings are searched in the text it shapes
