@@ -41,7 +41,7 @@ def encode_array(array: npt.NDArray[Any]) -> dict[str, Any]:
         data = np.ascontiguousarray(array, dtype=_DTYPES[name])
     elif not array.flags.c_contiguous:
         data = np.ascontiguousarray(array)
-    return {"dtype": name, "shape": list(array.shape), "data": data.reshape(-1).view(np.uint8).data}
+    return {"dtype": name, "shape": list(array.shape), "data": data.data.cast("B") if data.size else b""}
 
 
 def decode_array(obj: Any) -> npt.NDArray[Any]:
@@ -55,19 +55,20 @@ def decode_array(obj: Any) -> npt.NDArray[Any]:
     name, shape, data = obj["dtype"], obj["shape"], obj["data"]
     if not isinstance(name, str) or name not in WIRE_DTYPES:
         raise ValueError(f"array dtype {name!r} is not one of {sorted(WIRE_DTYPES)}")
-    if not isinstance(shape, list) or not all(type(d) is int and d >= 0 for d in shape):
+    if not isinstance(shape, list) or [d for d in shape if type(d) is not int or d < 0]:
         raise ValueError(f"array shape {shape!r} is not a list of sizes")
     if len(shape) > MAX_DIMENSIONS:
         raise ValueError(f"array shape has {len(shape)} dimensions, the limit is {MAX_DIMENSIONS}")
     if not isinstance(data, (bytes, memoryview)):
         raise ValueError(f"array data is a {type(data).__name__}, not bytes")
     dtype = _DTYPES[name]
-    wanted = math.prod(shape) * dtype.itemsize
+    wanted = (shape[0] if len(shape) == 1 else math.prod(shape)) * dtype.itemsize
     if wanted != len(data):
         raise ValueError(f"array of shape {shape} and dtype {name} needs {wanted} bytes, got {len(data)}")
     if name == "bool" and np.frombuffer(data, dtype=np.uint8).max(initial=0) > 1:
         raise ValueError("array data of dtype bool holds bytes other than 0 and 1")
-    return np.frombuffer(data, dtype=dtype).reshape(shape)
+    array = np.frombuffer(data, dtype=dtype)
+    return array if len(shape) == 1 else array.reshape(shape)
 
 
 def enc_hook(obj: Any) -> Any:

@@ -35,7 +35,7 @@ _PROMPT_IDS: Final = re.compile(r"(?<!\w)token_ids\[")
 _NAME: Final = re.compile(r"(?<![\w.])[a-z_]+(?!\w)")
 
 
-class EvaluationBody(SamplingParams, kw_only=True, forbid_unknown_fields=True):
+class EvaluationBody(SamplingParams, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What both bodies share. `user` and `metadata` are taken and have no effect.
 
     `rollplane`, `cache_salt` and `priority` mean what they mean on Generate; `return_token_ids` adds token ids to the
@@ -59,7 +59,7 @@ class EvaluationBody(SamplingParams, kw_only=True, forbid_unknown_fields=True):
     rollplane: RequestOptions | None = None
 
 
-class CompletionBody(EvaluationBody, kw_only=True, forbid_unknown_fields=True):
+class CompletionBody(EvaluationBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`POST /v1/completions`: a prompt is a text or token ids; several of either are answered in order."""
 
     prompt: str | list[str | int | list[int]]
@@ -68,7 +68,7 @@ class CompletionBody(EvaluationBody, kw_only=True, forbid_unknown_fields=True):
     best_of: int | None = None
 
 
-class ChatBody(EvaluationBody, kw_only=True, forbid_unknown_fields=True):
+class ChatBody(EvaluationBody, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """`POST /v1/chat/completions`: `messages` through the model's own chat template."""
 
     messages: list[dict[str, Any]]
