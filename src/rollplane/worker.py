@@ -25,6 +25,7 @@ from rollplane.engines.base import (
     NativeControls,
     OutlivesWorker,
     WeightReceiver,
+    whole_of,
 )
 from rollplane.engines.wrappers.key_book import KeyBook
 from rollplane.engines.wrappers.live import KeepLimits, LiveRequests
@@ -198,11 +199,7 @@ class Worker(WorkerAdmin):
             Unavailable: the worker is draining, or was paused for longer than the hold limit.
             PreconditionFailed: another policy version or adapter generation is current.
         """
-        if self._closing:
-            raise Unavailable("this worker is draining", retry_after_s=1.0)
-        identify(request.features)
-        deadline_s = request.options.deadline_s
-        ends = None if deadline_s is None else time.monotonic() + deadline_s
+        deadline_s, ends = self._begin(request)
         events = self._live.generate(request)
         try:
             while True:
@@ -215,40 +212,77 @@ class Worker(WorkerAdmin):
                 except StopAsyncIteration:
                     return
                 except TimeoutError:
-                    raise DeadlineExceeded(
-                        f"the request did not finish within its deadline of {deadline_s:g} s",
-                        param="rollplane.deadline_s",
-                    ) from None
+                    raise _too_late(deadline_s) from None
                 yield event
         finally:
             await events.aclose()
             self._tell_if_closing()
 
+    async def whole(self, request: GenerateRequest) -> list[Event]:
+        """As `generate`, for a request that does not stream."""
+        deadline_s, ends = self._begin(request)
+        try:
+            if ends is None:
+                return await self._live.whole(request)
+            async with asyncio.timeout(ends - time.monotonic()):
+                return await self._live.whole(request)
+        except TimeoutError:
+            raise _too_late(deadline_s) from None
+        finally:
+            self._tell_if_closing()
+
+    def _begin(self, request: GenerateRequest) -> tuple[float | None, float | None]:
+        """The request's deadline in seconds from now, and as a moment."""
+        if self._closing:
+            raise Unavailable("this worker is draining", retry_after_s=1.0)
+        identify(request.features)
+        deadline_s = request.options.deadline_s
+        return deadline_s, None if deadline_s is None else time.monotonic() + deadline_s
+
     async def admitted(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
         """Serve a request that owns its id: hold, check the version, lease the adapter, run, sign the end."""
-        check_request(request, self.info)
-        adapter_name = self._adapter_of(request)
-        await self._hold()
+        adapter_name = await self._let_in(request)
         async with self._lease(adapter_name) as record:
-            generation: int | None = None
-            if record is not None:
-                request = msgspec.structs.replace(request, adapter=record.engine_name)
-                generation = record.generation
-                await self._hold()  # the lease may have waited for a swap
-            check_version_wanted(request, self.version, self._versions())
-            if self.settings.isolate_by_version and self._isolating is None:
-                salt = engine_salt(request.cache_salt, scope=self.salt_scope)
-                request = msgspec.structs.replace(request, cache_salt=salt)
+            request = await self._for_engine(request, record)
             events = self.engine.generate(request)
             try:
                 async for event in events:
                     if isinstance(event, EndEvent):
-                        self._sign(event, request, generation=generation)
+                        self._sign(event, request, record)
                     yield event
             finally:
                 close = getattr(events, "aclose", None)
                 if close is not None:
                     await close()
+
+    async def admitted_whole(self, request: GenerateRequest) -> list[Event]:
+        """As `admitted`, for a request that does not stream."""
+        adapter_name = await self._let_in(request)
+        async with self._lease(adapter_name) as record:
+            request = await self._for_engine(request, record)
+            events = await whole_of(self.engine, request)
+            for event in events:
+                if isinstance(event, EndEvent):
+                    self._sign(event, request, record)
+            return events
+
+    async def _let_in(self, request: GenerateRequest) -> str | None:
+        """Check a request and hold it while the worker is not ready; the adapter that it needs."""
+        check_request(request, self.info)
+        adapter_name = self._adapter_of(request)
+        await self._hold()
+        return adapter_name
+
+    async def _for_engine(self, request: GenerateRequest, record: AdapterRecord | None) -> GenerateRequest:
+        """The request as the engine gets it: under the adapter's own name, scoped by the version."""
+        if record is not None:
+            request = msgspec.structs.replace(request, adapter=record.engine_name)
+            await self._hold()  # the lease may have waited for a swap
+        check_version_wanted(request, self.version, self._versions())
+        if self.settings.isolate_by_version and self._isolating is None:
+            salt = engine_salt(request.cache_salt, scope=self.salt_scope)
+            request = msgspec.structs.replace(request, cache_salt=salt)
+        return request
 
     def record(self) -> WorkerRecord:
         """This worker as discovery shows it, now."""
@@ -386,7 +420,7 @@ class Worker(WorkerAdmin):
         finally:
             self._held -= 1
 
-    def _sign(self, end: EndEvent, request: GenerateRequest, *, generation: int | None) -> None:
+    def _sign(self, end: EndEvent, request: GenerateRequest, adapter: AdapterRecord | None) -> None:
         served_by = end.served_by
         if served_by.logprobs_mode == "unknown" and self.info.capabilities.logprobs_mode != "unknown":
             raise EngineProtocolError("the engine did not say which logprobs it returned")
@@ -394,7 +428,7 @@ class Worker(WorkerAdmin):
         served_by.instance = self.instance_id
         served_by.epoch = self.epoch
         served_by.attempt = request.attempt
-        served_by.adapter_generation = generation
+        served_by.adapter_generation = None if adapter is None else adapter.generation
         served_by.warnings = [*served_by.warnings, *request_warnings(request, self.info)]
         if request.options.echo_sampling:
             served_by.effective_sampling = effective_sampling(request, self.info)
@@ -407,6 +441,12 @@ class Worker(WorkerAdmin):
     def _tell(self) -> None:
         self._changed.set()
         self._changed = asyncio.Event()
+
+
+def _too_late(deadline_s: float | None) -> DeadlineExceeded:
+    return DeadlineExceeded(
+        f"the request did not finish within its deadline of {deadline_s:g} s", param="rollplane.deadline_s"
+    )
 
 
 class _Admitted:
@@ -427,6 +467,9 @@ class _Admitted:
 
     def generate(self, request: GenerateRequest) -> AsyncIterator[Event]:
         return self._worker.admitted(request)
+
+    async def whole(self, request: GenerateRequest) -> list[Event]:
+        return await self._worker.admitted_whole(request)
 
     async def abort(self, request_id: str) -> int:
         return await self._worker.engine.abort(request_id)

@@ -55,6 +55,25 @@ class Engine(Protocol):
         ...
 
 
+async def whole_of(engine: Engine, request: GenerateRequest) -> list[Event]:
+    """Every event of one request that does not stream. Being cancelled stops the engine's work on it.
+
+    An engine may have a method `whole` that gives them at once: iterators of iterators, at every depth, cost a small
+    request a twentieth of its time. Whoever overrides `generate` of such an engine overrides `whole` too.
+    """
+    whole = getattr(engine, "whole", None)
+    if whole is not None:
+        found: list[Event] = await whole(request)
+        return found
+    events = engine.generate(request)
+    try:
+        return [event async for event in events]
+    finally:
+        close = getattr(events, "aclose", None)
+        if close is not None:
+            await close()
+
+
 @runtime_checkable
 class WeightReceiver(Protocol):
     """An engine whose policy can be paused and replaced in place.

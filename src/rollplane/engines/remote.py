@@ -23,7 +23,7 @@ from rollplane.errors import (
     error_from_body,
 )
 from rollplane.protocol.answer import WIRE_VERSION
-from rollplane.protocol.events import EndEvent, ErrorEvent, Event
+from rollplane.protocol.events import EndEvent, ErrorEvent, Event, HopEvent
 from rollplane.protocol.hop import (
     BIG_FRAME_BYTES,
     FRAMES,
@@ -209,19 +209,15 @@ class RemoteEngine:
         """
         deadline_s = request.options.deadline_s
         connection: HopConnection | None = None
-        self.inflight += 1
-        self._idle.clear()
+        self._enter()
         try:
             connection = self._pool.take() or await self._connected()
-            self._calls.add(connection)
-            self._post(connection, request, deadline_s=deadline_s)
-            await self._check_head(connection)
+            await self._ask(connection, request, deadline_s=deadline_s)
             reader = FrameReader()
             ended = False
             while data := await connection.read():
                 for frame in reader.cut(data):
-                    big = len(frame) > BIG_FRAME_BYTES
-                    for event in await asyncio.to_thread(decode_events, frame) if big else decode_events(frame):
+                    for event in await _events_in(frame):
                         if isinstance(event, ErrorEvent):
                             raise error_from_body(event.error, status=event.status)
                         ended = ended or isinstance(event, EndEvent)
@@ -232,12 +228,44 @@ class RemoteEngine:
         except OSError as error:
             raise self._translate(error, deadline_s=deadline_s) from error
         finally:
-            self.inflight -= 1
-            if not self.inflight:
-                self._idle.set()
-            if connection is not None:
-                self._calls.discard(connection)
-                self._pool.give(connection)  # one that is not at its end hangs up, and the worker aborts
+            self._leave(connection)
+
+    async def whole(self, request: GenerateRequest) -> list[Event]:
+        """As `generate`, for a request that does not stream: its answer is one frame."""
+        deadline_s = request.options.deadline_s
+        connection: HopConnection | None = None
+        self._enter()
+        try:
+            connection = self._pool.take() or await self._connected()
+            await self._ask(connection, request, deadline_s=deadline_s)
+            reader = FrameReader()
+            found: list[Event] = []
+            while data := await connection.read():
+                for frame in reader.cut(data):
+                    for event in await _events_in(frame):
+                        if isinstance(event, ErrorEvent):
+                            raise error_from_body(event.error, status=event.status)
+                        found.append(event)
+            reader.finish()
+            if not found or not isinstance(found[-1], EndEvent):
+                raise TransportError(f"worker {self.base_url} ended the answer to {request.request_id} early")
+            return found
+        except OSError as error:
+            raise self._translate(error, deadline_s=deadline_s) from error
+        finally:
+            self._leave(connection)
+
+    def _enter(self) -> None:
+        self.inflight += 1
+        self._idle.clear()
+
+    def _leave(self, connection: HopConnection | None) -> None:
+        self.inflight -= 1
+        if not self.inflight:
+            self._idle.set()
+        if connection is not None:
+            self._calls.discard(connection)
+            self._pool.give(connection)  # one that is not at its end hangs up, and the worker aborts
 
     def drop_requests(self, reason: str) -> int:
         """Break off every request in flight with TransportError(`reason`), so that a router may send it elsewhere.
@@ -422,7 +450,9 @@ class RemoteEngine:
         finally:
             self._calls.discard(call)
 
-    def _post(self, connection: HopConnection, request: GenerateRequest, *, deadline_s: float | None) -> None:
+    async def _ask(self, connection: HopConnection, request: GenerateRequest, *, deadline_s: float | None) -> None:
+        """Send a request and read the head of its answer."""
+        self._calls.add(connection)
         body = encode_hop_request(request, frontend=self._frontend, deadline_s=deadline_s)
         headers = {"X-Request-Id": request.request_id}
         if request.traceparent is not None:
@@ -433,8 +463,6 @@ class RemoteEngine:
             limit_s=self._read_timeout_s if deadline_s is None else deadline_s + DEADLINE_GRACE_S,
             in_all=deadline_s is not None,
         )
-
-    async def _check_head(self, connection: HopConnection) -> None:
         status, url = await connection.head(), self.base_url + GENERATE_PATH
         if status != 200:
             raise error_from_answer(status, await connection.rest(), connection.headers, url=url)
@@ -461,6 +489,10 @@ class RemoteEngine:
                 return DeadlineExceeded(f"worker {self.base_url} did not answer within {deadline_s:g} s")
             return TransportError(f"worker {self.base_url} was silent for {self._read_timeout_s:g} s")
         return TransportError(f"worker {self.base_url}: {_says(error)}")
+
+
+async def _events_in(frame: bytes | bytearray) -> list[HopEvent]:
+    return await asyncio.to_thread(decode_events, frame) if len(frame) > BIG_FRAME_BYTES else decode_events(frame)
 
 
 def worker_session() -> aiohttp.ClientSession:

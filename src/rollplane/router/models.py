@@ -63,10 +63,19 @@ class Models:
             NotFound: no fleet serves the model.
             Unavailable: none that was reached does, and some were not reached yet.
         """
+        router, request = self._for(request)
+        return router.generate(request)
+
+    async def whole(self, request: GenerateRequest) -> list[Event]:
+        """As `generate`, for a request that does not stream."""
+        router, request = self._for(request)
+        return await router.whole(request)
+
+    def _for(self, request: GenerateRequest) -> tuple[Router, GenerateRequest]:
         router, known_as = self._of(request.model)
         if known_as != request.model:
             request = msgspec.structs.replace(request, model=known_as)
-        return router.generate(request)
+        return router, request
 
     async def known(self, head: RequestHead) -> EngineInfo:
         """The facts of what serves a model; see `Router.known`. While no fleet that was reached serves it, those that were not

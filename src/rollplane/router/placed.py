@@ -92,6 +92,10 @@ class Routes(Protocol):
         """Serve a request that owns its id."""
         ...
 
+    async def routed_whole(self, request: GenerateRequest) -> list[Event]:
+        """As `routed`, for a request that does not stream."""
+        ...
+
 
 class RoutedRequests:
     """A router as the engine under its own table of live requests, which closes nothing."""
@@ -124,6 +128,10 @@ class RoutedRequests:
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
         """Serve a request that owns its id."""
         return self._router.routed(request)
+
+    async def whole(self, request: GenerateRequest) -> list[Event]:
+        """As `generate`, for a request that does not stream."""
+        return await self._router.routed_whole(request)
 
 
 async def close_events(events: AsyncIterator[Event]) -> None:

@@ -1,9 +1,11 @@
-"""What placement knows at a moment: each worker's load and cache, and how well the caches were foreseen."""
+"""What a router knows at a moment: its fleet's health, each worker's load and cache, and how well the caches were foreseen."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
+from rollplane.protocol.info import EngineHealth
+from rollplane.rl.fleet import Fleet
 from rollplane.router.health import CircuitState
 from rollplane.router.observed import Observed
 from rollplane.router.policies import Policy
@@ -71,4 +73,32 @@ def placement_report(
             )
             for worker in workers
         ],
+    )
+
+
+def fleet_health(fleet: Fleet, workers: Sequence[RoutedWorker], *, held: int, closing: bool) -> EngineHealth:
+    """The health of a fleet: ready as soon as one worker can take requests.
+
+    Args:
+        held: requests that wait for a worker.
+        closing: no more are taken.
+    """
+    told = [w.member.worker.state.health for w in workers if w.member.worker.state is not None]
+    running, waiting = sum(h.running for h in told), sum(h.waiting for h in told)
+    if closing:
+        state = EngineHealth(alive=True, state="draining")
+    elif fleet.held_for is not None:
+        state = EngineHealth(alive=True, state="paused" if fleet.paused else "updating")
+    elif any(w.member.routable for w in workers):
+        state = EngineHealth(alive=True, state="ready")
+    elif any(h.state in ("paused", "pausing") for h in told):
+        state = EngineHealth(alive=True, state="paused")
+    else:
+        state = EngineHealth(alive=bool(told), state="starting", reason="no worker can take requests")
+    return msgspec.structs.replace(
+        state,
+        running=running,
+        waiting=waiting + held,
+        last_progress_s=0.0 if closing else max((h.last_progress_s for h in told), default=0.0),
+        counters={"workers": len(workers), "held": held},
     )

@@ -14,7 +14,7 @@ import msgspec
 
 from rollplane.admission import check_request
 from rollplane.discovery.base import Discovery
-from rollplane.engines.base import MediaRenderer
+from rollplane.engines.base import MediaRenderer, whole_of
 from rollplane.engines.wrappers.live import LiveRequests
 from rollplane.errors import (
     Cancelled,
@@ -36,16 +36,17 @@ from rollplane.rl.remote import RemoteWorker
 from rollplane.router.addressing import addressed
 from rollplane.router.cache_followers import CacheFollowers
 from rollplane.router.constraints import circuits, fitting
-from rollplane.router.fair_queue import FairQueue, QueueSettings, Waiter
+from rollplane.router.course import Course, Sending
+from rollplane.router.fair_queue import FairQueue, QueueSettings
 from rollplane.router.health import Circuit, CircuitSettings, is_fault, may_move
 from rollplane.router.held import abort_events
 from rollplane.router.key_homes import KeyHomes
 from rollplane.router.observed import Observed
 from rollplane.router.placed import Placement, RoutedRequests, Unknowing, close_events, either
 from rollplane.router.policies import Policy, make_policy
-from rollplane.router.prefill_pace import PaceSettings, PrefillPace, Ticket
+from rollplane.router.prefill_pace import PaceSettings, PrefillPace
 from rollplane.router.prefill_turns import PrefillTurns
-from rollplane.router.report import PlacementReport, placement_report
+from rollplane.router.report import PlacementReport, fleet_health, placement_report
 from rollplane.router.worker import RoutedWorker
 
 HASHED_IN_PLACE_BYTES: Final = 256 * 1024
@@ -189,30 +190,8 @@ class Router:
 
     async def health(self) -> EngineHealth:
         """The fleet's health: ready as soon as one worker can take requests."""
-        workers = self.workers
-        told = [w.member.worker.state.health for w in workers if w.member.worker.state is not None]
-        running, waiting = sum(h.running for h in told), sum(h.waiting for h in told)
         held = sum(placement.worker is None for placement in self._placed.values())
-        counters = {"workers": len(workers), "held": held}
-        if self._closing:
-            return EngineHealth(
-                alive=True, state="draining", running=running, waiting=waiting + held, counters=counters
-            )
-        if self.fleet.held_for is not None:
-            state = EngineHealth(alive=True, state="paused" if self.fleet.paused else "updating")
-        elif any(w.member.routable for w in workers):
-            state = EngineHealth(alive=True, state="ready")
-        elif any(h.state in ("paused", "pausing") for h in told):
-            state = EngineHealth(alive=True, state="paused")
-        else:
-            state = EngineHealth(alive=bool(told), state="starting", reason="no worker can take requests")
-        return msgspec.structs.replace(
-            state,
-            running=running,
-            waiting=waiting + held,
-            last_progress_s=max((h.last_progress_s for h in told), default=0.0),
-            counters=counters,
-        )
+        return fleet_health(self.fleet, self.workers, held=held, closing=self._closing)
 
     async def abort(self, request_id: str) -> int:
         """End a request, wherever it is: on its worker, or held here (then without tokens)."""
@@ -255,74 +234,29 @@ class Router:
         """
         return self._live.generate(request)
 
+    async def whole(self, request: GenerateRequest) -> list[Event]:
+        """As `generate`, for a request that does not stream."""
+        return await self._live.whole(request)
+
     async def routed(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
         """Serve a request that owns its id: check, choose, send, move on."""
-        deadline_s = request.options.deadline_s
-        ends = None if deadline_s is None else time.monotonic() + deadline_s
-        if sum(len(item.kwargs or b"") for item in request.features or ()) > HASHED_IN_PLACE_BYTES:
-            await asyncio.to_thread(identify, request.features)
-        else:
-            identify(request.features)
-        info = await self.known(request.head)
-        check_request(request, info)
-        placement = self._placed[request.request_id] = Placement()
-        entered: Waiter | None = None
-        attempt = request.attempt
-        tried: list[RoutedWorker] = []
-        refusals, faults = 0, 0
+        course = await self._begin(request)
         try:
-            entered = await self.queue.enter(request, ends=ends, woken=placement.woken)
+            await self._enter(course)
             while True:
-                worker = await self._choose(request, placement, ends=ends, avoid=tried)
-                if worker is None:
+                sending = await self._place(course)
+                if sending is None:
                     for event in abort_events(request, self.info, version=self.fleet.version):
                         yield event
                     return
-                size = {"sequences": request.sampling.choices, "tokens": request.prompt_tokens}
-                worker.place(**size)
-                predicted = self.policy.placed(request, worker)
-                if request.idempotency_key is not None:
-                    try:
-                        keeper = await self._keeper(request.idempotency_key, request, worker, avoid=tried)
-                    except BaseException:
-                        worker.release(**size)
-                        raise
-                    if keeper is not worker:
-                        worker.release(**size)
-                        worker = keeper
-                        worker.place(**size)
-                        predicted = self.policy.placed(request, worker)
-                ticket: Ticket | None = None
-                try:
-                    ticket = await self._turns.wait(request, worker, placement)
-                except BaseException:
-                    worker.release(**size)
-                    raise
-                if ticket is not None and (placement.woken.is_set() or not worker.member.routable):
-                    # It waited, and meanwhile this worker is no more the one to send to, or the request was aborted.
-                    worker.release(**size)
-                    self._turns.spent(worker, ticket)
-                    continue
-                left_s = None if ends is None else ends - time.monotonic()
-                sent = addressed(request, worker, self.fleet, attempt=attempt, left_s=left_s)
-                placement.worker = worker
-                sent_at, made = self._clock(), 0
                 handed_on = False
                 error: RollplaneError | None = None
                 try:
                     held_back: list[Event] = []
-                    events = worker.member.worker.engine.generate(sent)
+                    events = sending.worker.member.worker.engine.generate(sending.sent)
                     try:
                         async for event in events:
-                            if isinstance(event, EndEvent):
-                                event.served_by.attempt = attempt
-                                now = self._clock()
-                                worker.pace.add(now - sent_at, tokens=made // request.sampling.choices, now=now)
-                            elif isinstance(event, ChoiceEvent):
-                                made += event.token_ids.size
-                            else:
-                                self.policy.answered(request, worker)
-                                self.observed.add(predicted=predicted, cached=event.cached_tokens)
+                            self._count(course, sending, event)
                             if not handed_on and isinstance(event, PromptEvent):
                                 held_back.append(event)  # no token yet: another worker may still take over
                                 continue
@@ -333,45 +267,155 @@ class Router:
                             yield event
                     finally:
                         await close_events(events)
-                    worker.circuit.succeeded()
+                    sending.worker.circuit.succeeded()
                     return
                 except RollplaneError as found:
                     error = found
                 finally:
-                    placement.worker = None
-                    worker.release(**size)
-                    if ticket is not None:
-                        self._turns.spent(worker, ticket)
-                if is_fault(error):
-                    worker.circuit.failed()
-                else:
-                    worker.circuit.succeeded()
-                if handed_on:
-                    raise error
-                if isinstance(error, PreconditionFailed) and sent.attach_only:
-                    tried.append(worker)
-                    continue
-                if isinstance(error, PreconditionFailed):
-                    # What we knew of it was old. The worker's own word is fetched, so this ends.
-                    refusals += 1
-                    await self._refresh(worker)
-                    if refusals > self.settings.max_attempts * 2:
-                        raise error
-                elif _busy(error) or may_move(error):
-                    if may_move(error):
-                        self._look_at(worker)
-                    tried.append(worker)
-                    faults += 1
-                    if faults >= self.settings.max_attempts:
-                        raise error
-                else:
-                    raise error
-                attempt += 1
+                    self._leave(course, sending)
+                await self._move_on(course, sending, error, handed_on=handed_on)
         finally:
-            if entered is not None:
-                self.queue.leave(entered)
-            if self._placed.get(request.request_id) is placement:  # a repeat may have taken the id meanwhile
-                del self._placed[request.request_id]
+            self._end(course)
+
+    async def routed_whole(self, request: GenerateRequest) -> list[Event]:
+        """As `routed`, for a request that does not stream."""
+        course = await self._begin(request)
+        try:
+            await self._enter(course)
+            while True:
+                sending = await self._place(course)
+                if sending is None:
+                    return abort_events(request, self.info, version=self.fleet.version)
+                try:
+                    events = await whole_of(sending.worker.member.worker.engine, sending.sent)
+                    for event in events:
+                        self._count(course, sending, event)
+                    sending.worker.circuit.succeeded()
+                    return events
+                except RollplaneError as found:
+                    error = found
+                finally:
+                    self._leave(course, sending)
+                await self._move_on(course, sending, error, handed_on=False)
+        finally:
+            self._end(course)
+
+    async def _begin(self, request: GenerateRequest) -> Course:
+        """Check a request and give it a placement; `_end` is owed."""
+        deadline_s = request.options.deadline_s
+        ends = None if deadline_s is None else time.monotonic() + deadline_s
+        if sum(len(item.kwargs or b"") for item in request.features or ()) > HASHED_IN_PLACE_BYTES:
+            await asyncio.to_thread(identify, request.features)
+        else:
+            identify(request.features)
+        try:
+            info = self.fleet.info
+        except Unavailable:
+            info = await self.known(request.head)
+        check_request(request, info)
+        course = Course(request, ends=ends)
+        self._placed[request.request_id] = course.placement
+        return course
+
+    async def _enter(self, course: Course) -> None:
+        course.entered = await self.queue.enter(course.request, ends=course.ends, woken=course.placement.woken)
+
+    def _end(self, course: Course) -> None:
+        if course.entered is not None:
+            self.queue.leave(course.entered)
+        request_id = course.request.request_id
+        if self._placed.get(request_id) is course.placement:  # a repeat may have taken the id meanwhile
+            del self._placed[request_id]
+
+    async def _place(self, course: Course) -> Sending | None:
+        """The worker to send to, with its turn taken and the request counted there (`_leave` is owed); None when the request
+        was aborted before it had one.
+        """
+        request, placement, ends = course.request, course.placement, course.ends
+        while True:
+            worker = await self._choose(request, placement, ends=ends, avoid=course.tried)
+            if worker is None:
+                return None
+            size = course.size
+            worker.place(**size)
+            predicted = self.policy.placed(request, worker)
+            if request.idempotency_key is not None:
+                try:
+                    keeper = await self._keeper(request.idempotency_key, request, worker, avoid=course.tried)
+                except BaseException:
+                    worker.release(**size)
+                    raise
+                if keeper is not worker:
+                    worker.release(**size)
+                    worker = keeper
+                    worker.place(**size)
+                    predicted = self.policy.placed(request, worker)
+            try:
+                ticket = await self._turns.wait(request, worker, placement)
+            except BaseException:
+                worker.release(**size)
+                raise
+            if ticket is not None and (placement.woken.is_set() or not worker.member.routable):
+                # It waited, and meanwhile this worker is no more the one to send to, or the request was aborted.
+                worker.release(**size)
+                self._turns.spent(worker, ticket)
+                continue
+            left_s = None if ends is None else ends - time.monotonic()
+            sent = addressed(request, worker, self.fleet, attempt=course.attempt, left_s=left_s)
+            placement.worker = worker
+            return Sending(worker, sent, ticket=ticket, predicted=predicted, at=self._clock())
+
+    def _count(self, course: Course, sending: Sending, event: Event) -> None:
+        """Learn from what a worker says."""
+        if isinstance(event, EndEvent):
+            event.served_by.attempt = course.attempt
+            now = self._clock()
+            made = sending.made // course.request.sampling.choices
+            sending.worker.pace.add(now - sending.at, tokens=made, now=now)
+        elif isinstance(event, ChoiceEvent):
+            sending.made += event.token_ids.size
+        else:
+            self.policy.answered(course.request, sending.worker)
+            self.observed.add(predicted=sending.predicted, cached=event.cached_tokens)
+
+    def _leave(self, course: Course, sending: Sending) -> None:
+        course.placement.worker = None
+        sending.worker.release(**course.size)
+        if sending.ticket is not None:
+            self._turns.spent(sending.worker, sending.ticket)
+
+    async def _move_on(self, course: Course, sending: Sending, error: RollplaneError, *, handed_on: bool) -> None:
+        """Return where the request may be sent again.
+
+        Raises:
+            RollplaneError: the error itself, where it may not.
+        """
+        worker = sending.worker
+        if is_fault(error):
+            worker.circuit.failed()
+        else:
+            worker.circuit.succeeded()
+        if handed_on:
+            raise error
+        if isinstance(error, PreconditionFailed) and sending.sent.attach_only:
+            course.tried.append(worker)
+            return
+        if isinstance(error, PreconditionFailed):
+            # What we knew of it was old. The worker's own word is fetched, so this ends.
+            course.refusals += 1
+            await self._refresh(worker)
+            if course.refusals > self.settings.max_attempts * 2:
+                raise error
+        elif _busy(error) or may_move(error):
+            if may_move(error):
+                self._look_at(worker)
+            course.tried.append(worker)
+            course.faults += 1
+            if course.faults >= self.settings.max_attempts:
+                raise error
+        else:
+            raise error
+        course.attempt += 1
 
     async def known(self, head: RequestHead) -> EngineInfo:
         """The facts of the workers, without which no request can be checked. Until the first one is reached a request waits,

@@ -4,6 +4,7 @@ import asyncio
 from collections.abc import AsyncGenerator
 from typing import Any
 
+from rollplane.engines.base import whole_of
 from rollplane.engines.wrappers.claimed import ClaimedIds
 from rollplane.protocol.events import Event
 from rollplane.protocol.info import EngineHealth, EngineInfo
@@ -31,6 +32,10 @@ class CrewRouter(Router):
         """Serve one request in the process where its id lives; see `Router.generate`."""
         return self._claimed.generate(request)
 
+    async def whole(self, request: GenerateRequest) -> list[Event]:
+        """As `generate`, for a request that does not stream."""
+        return await whole_of(self._claimed, request)
+
     async def abort(self, request_id: str) -> int:
         """End a request, in whichever process it is."""
         found = await self._claimed.abort(request_id)
@@ -54,6 +59,10 @@ class CrewRouter(Router):
     def generate_here(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
         """Serve one request in this process."""
         return super().generate(request)
+
+    async def whole_here(self, request: GenerateRequest) -> list[Event]:
+        """As `generate_here`, for a request that does not stream."""
+        return await super().whole(request)
 
     async def abort_here(self, request_id: str) -> int:
         """End a request of this process."""
@@ -83,6 +92,10 @@ class Here:
     def generate(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
         """Serve one request here."""
         return self._router.generate_here(request)
+
+    async def whole(self, request: GenerateRequest) -> list[Event]:
+        """As `generate`, for a request that does not stream."""
+        return await self._router.whole_here(request)
 
     async def abort(self, request_id: str) -> int:
         """End a request that is here."""

@@ -53,17 +53,6 @@ async def info_of(service: Service, receive: Receive, head: RequestHead, *, opti
     return info
 
 
-async def whole_answer(engine: Engine, request: GenerateRequest) -> list[Event]:
-    """Every event of one unary request. Being cancelled stops the engine's work on it."""
-    events = engine.generate(request)
-    try:
-        return [event async for event in events]
-    finally:
-        close = getattr(events, "aclose", None)
-        if close is not None:
-            await close()
-
-
 @asynccontextmanager
 async def running(engine: Engine, request: GenerateRequest) -> AsyncGenerator[AsyncIterator[Event], None]:
     """The events of one request; leaving the block stops the engine's work on it."""

@@ -9,13 +9,14 @@ from starlette.requests import Request
 from starlette.types import ASGIApp
 
 from rollplane.admission import wants_mask, wants_routes
+from rollplane.engines.base import whole_of
 from rollplane.errors import InvalidRequest, Unavailable
 from rollplane.fold import FoldPlan, folded
 from rollplane.protocol.answer import RoutesForm, encode_json, encode_msgpack, encode_pieces, json_pieces
 from rollplane.protocol.info import EngineInfo
 from rollplane.protocol.pieces import Piece
 from rollplane.protocol.request import JSON, MSGPACK, GenerateRequest, RequestLimits, parse_request
-from rollplane.server.engine_calls import BIG_BODY_BYTES, BIG_NUMBERS, any_big, info_of, whole_answer
+from rollplane.server.engine_calls import BIG_BODY_BYTES, BIG_NUMBERS, any_big, info_of
 from rollplane.server.error_responses import as_rollplane_error
 from rollplane.server.peer import head_of, peer_of
 from rollplane.server.pieces import PiecesAnswer
@@ -145,7 +146,7 @@ def plan_for(request: GenerateRequest, info: EngineInfo, *, exact: bool = True) 
 async def _answer(
     service: Service, request: GenerateRequest, plan: FoldPlan, *, wanted: str, routes: RoutesForm
 ) -> bytes | list[Piece]:
-    events = await whole_answer(service.engine, request)
+    events = await whole_of(service.engine, request)
     big = any_big(events)
     response = await service.in_pool(folded, events, plan, big=big)
     service.metrics.count_response(response)

@@ -11,13 +11,14 @@ from typing import Final
 from starlette.requests import Request
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+from rollplane.engines.base import whole_of
 from rollplane.errors import InvalidRequest, RollplaneError, Unavailable, UnsupportedMedia, error_body
 from rollplane.protocol.answer import WIRE_VERSION
 from rollplane.protocol.events import ErrorEvent, Event, HopEvent
 from rollplane.protocol.hop import FRAMES, WIRE_HEADER, decode_hop_request, encode_frame, frame_pieces
 from rollplane.protocol.pieces import Piece
 from rollplane.protocol.request import MSGPACK, GenerateRequest
-from rollplane.server.engine_calls import BIG_BODY_BYTES, any_big, is_big, running, stream_answer, whole_answer
+from rollplane.server.engine_calls import BIG_BODY_BYTES, any_big, is_big, running, stream_answer
 from rollplane.server.error_responses import as_rollplane_error, error_response
 from rollplane.server.peer import head_of, peer_of
 from rollplane.server.pieces import PiecesAnswer, send_pieces
@@ -83,7 +84,7 @@ async def _read(request: Request, service: Service) -> GenerateRequest:
 
 
 async def _one_frame(service: Service, request: GenerateRequest) -> bytes | list[Piece]:
-    events = await whole_answer(service.engine, request)
+    events = await whole_of(service.engine, request)
     return await service.in_pool(frame_pieces, events) if any_big(events) else encode_frame(events)
 
 

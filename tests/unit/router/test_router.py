@@ -21,7 +21,7 @@ from rollplane.errors import (
     PreconditionFailed,
     Unavailable,
 )
-from rollplane.protocol.events import ChoiceEvent
+from rollplane.protocol.events import ChoiceEvent, Event
 from rollplane.protocol.features import MediaItem
 from rollplane.protocol.info import MoeShape
 from rollplane.rl.fleet import Fleet
@@ -219,11 +219,10 @@ async def test_media_are_identified_before_they_travel_and_a_false_claim_is_refu
 async def test_an_answer_that_breaks_the_contract_is_not_asked_for_elsewhere() -> None:
     async with router_of(MockSettings(), MockSettings()) as (router, workers):
 
-        async def broken(request: object) -> AsyncIterator[ChoiceEvent]:
+        async def broken(request: object) -> list[Event]:
             raise EngineProtocolError("7 logprobs for 8 tokens")
-            yield
 
-        workers[0].worker.generate = broken  # type: ignore[assignment, method-assign]
+        workers[0].worker.whole = broken  # type: ignore[method-assign]
         with pytest.raises(EngineProtocolError):
             await collect(router, make_request())
         assert workers[1].mock.calls("generate") == 0

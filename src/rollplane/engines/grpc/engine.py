@@ -68,6 +68,9 @@ class GrpcEngine:
     def __init__(self, settings: GrpcSettings | None = None) -> None:
         self.settings = settings or GrpcSettings()
         self.settings.check()
+        self._convert = ConvertSettings(
+            media_hosts=self.settings.media_hosts, max_request_bytes=self.settings.max_request_bytes
+        )
         self._pool: ChannelPool | None = None
         self._control: ControlCalls | None = None
         self._info: EngineInfo | None = None
@@ -175,17 +178,33 @@ class GrpcEngine:
 
     async def generate(self, request: GenerateRequest) -> AsyncIterator[Event]:
         """See `Engine.generate`."""
+        calls = await self._calls(request)
+        try:
+            if request.stream:
+                async with contextlib.aclosing(calls.events()) as events:
+                    async for event in events:
+                        yield event
+            else:
+                for event in await calls.whole():
+                    yield event
+        finally:
+            self._forget(calls)
+
+    async def whole(self, request: GenerateRequest) -> list[Event]:
+        """As `generate`, for a request that does not stream."""
+        calls = await self._calls(request)
+        try:
+            return await calls.whole()
+        finally:
+            self._forget(calls)
+
+    async def _calls(self, request: GenerateRequest) -> LiveCalls:
+        """The calls of a request, not begun yet; `_forget` is owed."""
         pool = self._serving()
         check_request(request, self.info)
         if request.features:
             await asyncio.to_thread(self._check_features, request.features)
-        wires = to_wire(
-            request,
-            self.info,
-            settings=ConvertSettings(
-                media_hosts=self.settings.media_hosts, max_request_bytes=self.settings.max_request_bytes
-            ),
-        )
+        wires = to_wire(request, self.info, settings=self._convert)
         more = () if request.data_parallel_rank is None else ((DATA_PARALLEL_RANK, str(request.data_parallel_rank)),)
         calls = LiveCalls(
             request,
@@ -199,19 +218,14 @@ class GrpcEngine:
             logprobs_mode=self.info.capabilities.logprobs_mode,
         )
         self._live.setdefault(request.request_id, []).append(calls)
-        try:
-            if request.stream:
-                async with contextlib.aclosing(calls.events()) as events:
-                    async for event in events:
-                        yield event
-            else:
-                for event in await calls.whole():
-                    yield event
-        finally:
-            same = self._live[request.request_id]
-            same.remove(calls)
-            if not same:
-                del self._live[request.request_id]
+        return calls
+
+    def _forget(self, calls: LiveCalls) -> None:
+        request_id = calls.request.request_id
+        same = self._live[request_id]
+        same.remove(calls)
+        if not same:
+            del self._live[request_id]
 
     async def abort(self, request_id: str) -> int:
         """See `Engine.abort`. Repeated until the request ends: the server forgets an abort that comes before its request."""

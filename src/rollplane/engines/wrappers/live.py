@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rollplane.engines.base import Engine
+from rollplane.engines.base import Engine, whole_of
 from rollplane.errors import Conflict, EngineFailed, IdempotencyMismatch, PreconditionFailed
 from rollplane.protocol.events import Event
 from rollplane.protocol.info import EngineHealth, EngineInfo
@@ -149,15 +149,7 @@ class LiveRequests:
             IdempotencyMismatch: the idempotency key was used with another body.
             PreconditionFailed: it is only to be joined (`attach_only`), and there is nothing to join.
         """
-        live = self._known(request)
-        if live is None:
-            if request.attach_only:
-                raise PreconditionFailed("there is no request or answer under this idempotency key here")
-            live = self._begin(request)
-        live.readers += 1
-        if live.linger is not None:
-            live.linger.cancel()
-            live.linger = None
+        live = self._join(request)
         try:
             at = 0
             while True:
@@ -171,9 +163,39 @@ class LiveRequests:
                     return
                 await live.change()
         finally:
-            live.readers -= 1
-            if live.readers == 0 and not live.ended:
-                await self._left_alone(live)
+            await self._leave(live)
+
+    async def whole(self, request: GenerateRequest) -> list[Event]:
+        """As `generate`, for a request that does not stream."""
+        live = self._join(request)
+        try:
+            while not live.ended:
+                await live.change()
+            if live.error is not None:
+                raise live.error
+            return list(live.events)
+        finally:
+            if live.ended:
+                live.readers -= 1
+            else:
+                await self._leave(live)
+
+    def _join(self, request: GenerateRequest) -> _Live:
+        live = self._known(request)
+        if live is None:
+            if request.attach_only:
+                raise PreconditionFailed("there is no request or answer under this idempotency key here")
+            live = self._begin(request)
+        live.readers += 1
+        if live.linger is not None:
+            live.linger.cancel()
+            live.linger = None
+        return live
+
+    async def _leave(self, live: _Live) -> None:
+        live.readers -= 1
+        if live.readers == 0 and not live.ended:
+            await self._left_alone(live)
 
     def _known(self, request: GenerateRequest) -> _Live | None:
         key = request.idempotency_key
@@ -201,12 +223,15 @@ class LiveRequests:
         return live
 
     async def _run(self, request: GenerateRequest, live: _Live) -> None:
-        events = self.engine.generate(request)
+        events = self.engine.generate(request) if request.stream else None
         whole = False
         try:
-            async for event in events:
-                live.events.append(event)
-                live.tell()
+            if events is None:
+                live.events += await whole_of(self.engine, request)
+            else:
+                async for event in events:
+                    live.events.append(event)
+                    live.tell()
             whole = True
         except Exception as error:
             live.error = error
