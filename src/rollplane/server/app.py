@@ -11,6 +11,8 @@ from typing import Any
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
 from starlette.middleware import Middleware
+from starlette.middleware.exceptions import ExceptionMiddleware
+from starlette.types import ASGIApp
 
 from rollplane.errors import RollplaneError
 from rollplane.protocol.hop import GENERATE_PATH, KEYS_PATH, STATE_PATH
@@ -48,7 +50,7 @@ def create_app(service: Service) -> Starlette:
     routes = route_table(service.role)
     if isinstance(service.engine, Placing):
         service.metrics.registry.register(PlacementCollector(service.engine))
-    app = Starlette(
+    app = App(
         routes=list(routes),
         middleware=[
             Middleware(ObserveMiddleware),
@@ -63,6 +65,17 @@ def create_app(service: Service) -> Starlette:
     app.state.service = service
     app.state.openapi = describe(routes, title=f"Rollplane {service.role}", keyed=not service.keys.open)
     return app
+
+
+class App(Starlette):
+    """Starlette without its outermost middleware: `ObserveMiddleware` answers stray exceptions, in our shape."""
+
+    def build_middleware_stack(self) -> ASGIApp:
+        """See `Starlette.build_middleware_stack`."""
+        app: ASGIApp = ExceptionMiddleware(self.router, handlers=self.exception_handlers)
+        for kind, args, options in reversed(self.user_middleware):
+            app = kind(app, *args, **options)
+        return app
 
 
 def route_table(role: str) -> list[ApiRoute]:

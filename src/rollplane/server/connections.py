@@ -8,13 +8,13 @@ uvicorn bounds idle connections alone: one that sends a byte of a head now and t
 """
 
 import asyncio
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Any, Final, cast
 
 import structlog
 from starlette.types import Receive, Scope, Send
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol, RequestResponseCycle
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from rollplane.config import ServerSettings
 from rollplane.errors import HeadTimeout, HeadTooLarge, InvalidRequest, RollplaneError, Unavailable
@@ -55,6 +55,28 @@ class _Peer:
         cycle.message_event.clear()
         cycle.flow.resume_reading()
         return body
+
+    def answer(self, head: Sequence[tuple[bytes, bytes]], body: bytes) -> bool:
+        cycle = self._cycle
+        if (
+            cycle.response_started
+            or cycle.disconnected
+            or cycle.flow.write_paused
+            or cycle.scope["method"] == "HEAD"
+            or cycle.transport.is_closing()
+        ):
+            return False
+        lines = [name + b": " + value for name, value in (*cycle.default_headers, *head)]
+        if not cycle.keep_alive:
+            lines.append(b"connection: close")
+        cycle.response_started = cycle.response_complete = True
+        cycle.waiting_for_100_continue = False
+        cycle.transport.writelines((b"".join((STATUS_LINE[200], b"\r\n".join(lines), b"\r\n\r\n")), body))
+        cycle.message_event.set()
+        if not cycle.keep_alive:
+            cycle.transport.close()
+        cycle.on_response()
+        return True
 
 
 class Connection(HttpToolsProtocol):

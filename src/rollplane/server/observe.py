@@ -30,8 +30,7 @@ class ObserveMiddleware:
             nonlocal started
             if message["type"] == "http.response.start":
                 started = True
-                name = header_text(scope["rollplane.request_id"])
-                message["headers"] = [*message.get("headers", ()), (b"x-request-id", name.encode("latin-1"))]
+                message["headers"] = [*message.get("headers", ()), id_header(scope)]
             await send(message)
 
         try:
@@ -40,6 +39,11 @@ class ObserveMiddleware:
             if started:
                 raise
             await error_response(as_rollplane_error(error))(scope, receive, send_with_id)
+
+
+def id_header(scope: Scope) -> tuple[bytes, bytes]:
+    """The header of an answer that names its request."""
+    return b"x-request-id", header_text(scope["rollplane.request_id"]).encode("latin-1")
 
 
 def header_text(request_id: str) -> str:

@@ -1,10 +1,10 @@
 """Who asks: the head of a request, and what its connection knows beyond ASGI, where the connection is ours.
 
 ASGI tells of a hang-up only to whoever waits for it, and of a body only by messages. A connection that can say both at
-once spares every request a task and a timer; on other servers both are found out in ASGI's way (`server.watch`).
+once spares every request a task, a timer and messages; on other servers both are found out in ASGI's way (`server.watch`).
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Final, Protocol
 
 from starlette.types import Scope
@@ -26,6 +26,12 @@ class Peer(Protocol):
 
     def take_body(self) -> bytes | None:
         """The whole body where it is here; None: it is still to come, by ASGI's messages."""
+        ...
+
+    def answer(self, head: Sequence[tuple[bytes, bytes]], body: bytes) -> bool:
+        """Send status 200, a head that says the body's length, and the body, all at once. False: nothing was sent, for ASGI's
+        messages have to (something was sent before, the caller reads slowly, or is gone).
+        """
         ...
 
 

@@ -4,6 +4,9 @@ from typing import Final
 
 from starlette.types import Receive, Scope, Send
 
+from rollplane.server.observe import id_header
+from rollplane.server.peer import peer_of
+
 _LENGTH: Final = b"content-length"
 _TYPE: Final = b"content-type"
 
@@ -29,5 +32,8 @@ class WholeAnswer:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send it."""
         head = [(_LENGTH, b"%d" % len(self._body)), (_TYPE, self._kind), *self._headers]
+        peer = peer_of(scope)
+        if peer is not None and peer.answer((*head, id_header(scope)), self._body):
+            return
         await send({"type": "http.response.start", "status": 200, "headers": head})
         await send({"type": "http.response.body", "body": self._body, "more_body": False})
