@@ -356,3 +356,23 @@ def test_transfer_params_keep_whole_numbers():
     found = wire(fields={"kv_transfer_params": {"port": 7, "rate": 0.5}, "ec_transfer_params": {}})
 
     assert as_dict(found.kv) == {"kv_transfer_params": {"port": 7.0, "rate": 0.5}, "ec_transfer_params": {}}
+
+
+def test_requests_that_share_their_sampling_differ_in_seed_and_limit():
+    first, second, third = (
+        wire(request_id=f"r{i}", temperature=0.5, stop_token_ids=[7], **own)
+        for i, own in enumerate([{"seed": 3, "max_tokens": 4}, {}, {"seed": 5, "max_tokens": 6, "n": 1}])
+    )
+
+    assert [each.stopping.max_new_tokens for each in (first, second, third)] == [4, 97, 6]
+    assert [each.sampling.HasField("seed") for each in (first, second, third)] == [True, False, True]
+    assert (first.sampling.seed, third.sampling.seed) == (3, 5)
+    assert [list(each.stopping.stop_token_ids) for each in (first, second, third)] == [[7], [7], [7]]
+
+
+@pytest.mark.parametrize("entries", [1, 300])
+def test_long_sampling_parameters_are_said_as_short_ones_are(entries):
+    bias = dict.fromkeys(range(entries), 0.5)
+
+    for _ in range(2):
+        assert dict(wire(logit_bias=bias).decoding.logit_bias) == bias

@@ -1,5 +1,6 @@
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable, Coroutine
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -54,8 +55,18 @@ def request(request_id: str = "r", digest: str = "d") -> GenerateRequest:
     return GenerateRequest(request_id=request_id, token_ids=ids, sampling=SamplingParams(), body_digest=digest)
 
 
-async def collect(live: LiveRequests, wanted: GenerateRequest) -> list[Event]:
+Collect = Callable[[LiveRequests, GenerateRequest], Coroutine[Any, Any, list[Event]]]
+
+
+async def one_by_one(live: LiveRequests, wanted: GenerateRequest) -> list[Event]:
     return [event async for event in live.generate(wanted)]
+
+
+@pytest.fixture(params=[one_by_one, LiveRequests.whole], ids=["generate", "whole"])
+def collect(request: pytest.FixtureRequest) -> Collect:
+    """Both ways to read a request that does not stream."""
+    way: Collect = request.param
+    return way
 
 
 async def settle() -> None:
@@ -63,7 +74,7 @@ async def settle() -> None:
         await asyncio.sleep(0)
 
 
-async def test_the_same_body_joins_the_running_request_and_hears_all_of_it() -> None:
+async def test_the_same_body_joins_the_running_request_and_hears_all_of_it(collect: Collect) -> None:
     engine = Gated()
     live = LiveRequests(engine)
     first = asyncio.create_task(collect(live, request()))
@@ -78,7 +89,7 @@ async def test_the_same_body_joins_the_running_request_and_hears_all_of_it() -> 
     assert all(x is y for x, y in zip(a, b, strict=True))
 
 
-async def test_another_body_under_a_live_id_is_a_conflict_and_changes_nothing() -> None:
+async def test_another_body_under_a_live_id_is_a_conflict_and_changes_nothing(collect: Collect) -> None:
     engine = Gated()
     live = LiveRequests(engine)
     first = asyncio.create_task(collect(live, request()))
@@ -89,7 +100,7 @@ async def test_another_body_under_a_live_id_is_a_conflict_and_changes_nothing() 
     assert len(await first) == 3
 
 
-async def test_an_id_may_be_used_again_once_it_is_not_live() -> None:
+async def test_an_id_may_be_used_again_once_it_is_not_live(collect: Collect) -> None:
     engine = Gated()
     engine.gate.set()
     live = LiveRequests(engine)
@@ -99,7 +110,7 @@ async def test_an_id_may_be_used_again_once_it_is_not_live() -> None:
     assert live.count == 0
 
 
-async def test_the_work_stops_when_the_last_reader_leaves_and_not_before() -> None:
+async def test_the_work_stops_when_the_last_reader_leaves_and_not_before(collect: Collect) -> None:
     engine = Gated()
     live = LiveRequests(engine)
     readers = [asyncio.create_task(collect(live, request())) for _ in range(2)]
@@ -113,7 +124,7 @@ async def test_the_work_stops_when_the_last_reader_leaves_and_not_before() -> No
     assert live.count == 0
 
 
-async def test_a_retry_after_the_first_caller_left_runs_anew() -> None:
+async def test_a_retry_after_the_first_caller_left_runs_anew(collect: Collect) -> None:
     engine = Gated()
     live = LiveRequests(engine)
     first = asyncio.create_task(collect(live, request()))
@@ -125,7 +136,7 @@ async def test_a_retry_after_the_first_caller_left_runs_anew() -> None:
     assert engine.started == ["r", "r"]
 
 
-async def test_every_reader_gets_the_error() -> None:
+async def test_every_reader_gets_the_error(collect: Collect) -> None:
     engine = Gated()
     engine.fault = EngineFailed("no")
     live = LiveRequests(engine)
@@ -143,7 +154,7 @@ def keyed(key: str = "k", digest: str = "d", request_id: str = "r") -> GenerateR
     return wanted
 
 
-async def test_a_key_gives_the_first_answer_again_after_it_ended() -> None:
+async def test_a_key_gives_the_first_answer_again_after_it_ended(collect: Collect) -> None:
     engine = Gated()
     engine.gate.set()
     live = LiveRequests(engine, keep=KeepLimits())
@@ -154,7 +165,7 @@ async def test_a_key_gives_the_first_answer_again_after_it_ended() -> None:
     assert live.kept_bytes > 0
 
 
-async def test_a_request_that_is_only_to_join_begins_nothing() -> None:
+async def test_a_request_that_is_only_to_join_begins_nothing(collect: Collect) -> None:
     engine = Gated()
     engine.gate.set()
     live = LiveRequests(engine, keep=KeepLimits())
@@ -168,7 +179,7 @@ async def test_a_request_that_is_only_to_join_begins_nothing() -> None:
     assert engine.started == ["r"]
 
 
-async def test_a_request_with_a_key_runs_on_without_a_reader_and_a_retry_joins_it() -> None:
+async def test_a_request_with_a_key_runs_on_without_a_reader_and_a_retry_joins_it(collect: Collect) -> None:
     engine = Gated()
     live = LiveRequests(engine, keep=KeepLimits(linger_s=60.0))
     first = asyncio.create_task(collect(live, keyed()))
@@ -183,7 +194,7 @@ async def test_a_request_with_a_key_runs_on_without_a_reader_and_a_retry_joins_i
     assert engine.started == ["r"]
 
 
-async def test_a_request_with_a_key_is_stopped_once_nobody_came_back_for_it() -> None:
+async def test_a_request_with_a_key_is_stopped_once_nobody_came_back_for_it(collect: Collect) -> None:
     engine = Gated()
     live = LiveRequests(engine, keep=KeepLimits(linger_s=0.01))
     first = asyncio.create_task(collect(live, keyed()))
@@ -198,7 +209,7 @@ async def test_a_request_with_a_key_is_stopped_once_nobody_came_back_for_it() ->
     assert engine.started == ["r", "r"]
 
 
-async def test_a_key_with_another_body_is_refused() -> None:
+async def test_a_key_with_another_body_is_refused(collect: Collect) -> None:
     engine = Gated()
     engine.gate.set()
     live = LiveRequests(engine, keep=KeepLimits())
@@ -207,7 +218,7 @@ async def test_a_key_with_another_body_is_refused() -> None:
         await collect(live, keyed(digest="other"))
 
 
-async def test_a_failed_request_is_not_kept() -> None:
+async def test_a_failed_request_is_not_kept(collect: Collect) -> None:
     engine = Gated()
     engine.fault = EngineFailed("no")
     engine.gate.set()
@@ -218,7 +229,7 @@ async def test_a_failed_request_is_not_kept() -> None:
     assert len(await collect(live, keyed())) == 3
 
 
-async def test_kept_answers_are_bounded_in_bytes_the_oldest_go_first() -> None:
+async def test_kept_answers_are_bounded_in_bytes_the_oldest_go_first(collect: Collect) -> None:
     engine = Gated()
     engine.gate.set()
     live = LiveRequests(engine, keep=KeepLimits())
@@ -235,7 +246,7 @@ async def test_kept_answers_are_bounded_in_bytes_the_oldest_go_first() -> None:
     assert len(engine.started) == runs + 1
 
 
-async def test_kept_answers_are_bounded_in_time() -> None:
+async def test_kept_answers_are_bounded_in_time(collect: Collect) -> None:
     engine = Gated()
     engine.gate.set()
     now = [0.0]
@@ -249,7 +260,7 @@ async def test_kept_answers_are_bounded_in_time() -> None:
     assert len(engine.started) == 2
 
 
-async def test_closing_stops_what_lingers_without_a_reader() -> None:
+async def test_closing_stops_what_lingers_without_a_reader(collect: Collect) -> None:
     engine = Gated()
     live = LiveRequests(engine, keep=KeepLimits(linger_s=60.0))
     first = asyncio.create_task(collect(live, keyed()))
