@@ -175,3 +175,24 @@ async def test_pipelined_requests_are_answered_in_turn() -> None:
     async with serving(Worker(MockEngine()), head_timeout_s=5.0) as served, connected(served) as (reader, writer):
         writer.write(WHOLE * 3)
         assert [(await answer(reader))[0] for _ in range(3)] == [200, 200, 200]
+
+
+@pytest.mark.parametrize("says", ["1.1 close", "1.1 keep-alive", "1.0"])
+async def test_an_answer_says_its_length_its_request_and_what_becomes_of_its_connection(says: str) -> None:
+    version, _, connection = says.partition(" ")
+    asked = WHOLE.replace(b"HTTP/1.1", f"HTTP/{version}".encode())
+    if connection:
+        asked = asked.replace(b"Host:", f"Connection: {connection}\r\nX-Request-Id: r-7\r\nHost:".encode())
+    async with serving(Worker(MockEngine())) as served, connected(served) as (reader, writer):
+        writer.write(asked)
+        status, head, body = await answer(reader)
+        assert (status, len(body["choices"][0]["token_ids"])) == (200, 2)
+        assert f"x-request-id: {body['request_id']}".encode() in head
+        assert b"content-type: application/json" in head
+        assert b"date: " in head
+        assert (b"connection: close" in head) == (connection != "keep-alive")
+        if connection == "keep-alive":
+            writer.write(asked)
+            assert (await answer(reader))[0] == 200
+        else:
+            assert await reader.read() == b""
