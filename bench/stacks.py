@@ -29,7 +29,10 @@ MODEL = "roll"
 MAX_MODEL_LEN = 40_000
 ROOT = Path(__file__).parents[1]
 VLLM_PYTHON = processes.VLLM_ENV / "bin" / "python"
-VLLM_PATH = processes.VLLM_SETTINGS | {"PATH": f"{VLLM_PYTHON.parent}:{os.environ['PATH']}"}
+ONE_PROCESS = {"VLLM_ENABLE_V1_MULTIPROCESSING": "0", "OMP_NUM_THREADS": "1"}
+"""On the CPU vLLM puts a worker process behind its engine core, and the two spin for each other on a core each; so set, the
+core computes itself, on one core, as if it waited for a GPU: what stands before the engine has the other one."""
+VLLM_PATH = processes.VLLM_SETTINGS | ONE_PROCESS | {"PATH": f"{VLLM_PYTHON.parent}:{os.environ['PATH']}"}
 VLLM_ARGS = ["--dtype", "bfloat16", "--max-model-len", "4096", "--max-num-seqs", "64"]
 VLLM_ENGINE_ARGS = ["--enforce-eager", "--block-size", "32"]
 MOE = {"layers": 48, "top_k": 8, "num_experts": 128}
@@ -90,7 +93,9 @@ class Rack:
     def vllm_rs(self, *, arguments: list[str]) -> processes.Server:
         """vLLM's Rust server over a real engine with a tiny model on the CPU."""
         return self._stack.enter_context(
-            processes.vllm_rs(shared_model("qwen3"), self.root / "vllm-rs.log", arguments=arguments)
+            processes.vllm_rs(
+                shared_model("qwen3"), self.root / "vllm-rs.log", arguments=arguments, environment=ONE_PROCESS
+            )
         )
 
     def worker(self, engine: processes.Server, *, name: str = "worker") -> tuple[str, int]:
