@@ -15,6 +15,7 @@ from aiohttp import web
 from tests.bad_files import bad_adapters
 from tests.models.qwen_features import image_fields, payload
 from tests.models.tiny import shared_model
+from tests.waiting import until
 
 from rollplane.engines.grpc.engine import GrpcEngine
 from rollplane.engines.grpc.mock_server import MockVllmServer
@@ -378,6 +379,45 @@ async def test_a_name_that_the_server_will_not_give_up_is_counted(tmp_path: Path
         await engine.unload_adapter("p@1")
         with pytest.raises(NotFound):
             await engine.load_adapter("p@2", str(tmp_path / "none"))
+
+
+@pytest.mark.parametrize("stream", [False, True])
+async def test_an_adapter_goes_after_the_requests_whose_reader_is_gone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, stream: bool
+) -> None:
+    adapter = tmp_path / "a"
+    adapter.mkdir()
+    (adapter / "adapter_config.json").write_text('{"r": 8, "seed": 1}')
+    async with running(PACED) as (engine, server):
+        order: list[str] = []
+        abort, unload = server.engine.abort, server.engine.unload_adapter
+
+        async def slow_abort(request_id: str) -> int:
+            await asyncio.sleep(0.2)
+            order.append("abort")
+            return await abort(request_id)
+
+        async def recorded_unload(name: str) -> None:
+            order.append("unload")
+            await unload(name)
+
+        monkeypatch.setattr(server.engine, "abort", slow_abort)
+        monkeypatch.setattr(server.engine, "unload_adapter", recorded_unload)
+        await engine.load_adapter("p@1", str(adapter))
+        request = make_request(
+            max_tokens=1000, stream=stream, ignore_eos=True, fields={"adapter": "p@1"}, options={"exact_spans": True}
+        )
+        async with watching(engine, request) as (watch,):
+            await until(lambda: bool(server.calls))
+            await watch.leave()
+        await engine.unload_adapter("p@1")
+        assert order == ["abort", "unload"]
+
+        order.clear()
+        await engine.load_adapter("p@2", str(adapter))
+        await answer(engine, make_request(max_tokens=3, stream=stream, fields={"adapter": "p@2"}))
+        await engine.unload_adapter("p@2")
+        assert order == ["unload"]
 
 
 async def test_an_adapter_is_held_to_the_models_directory_where_it_can_be_read(tmp_path: Path) -> None:

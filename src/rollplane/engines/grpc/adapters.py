@@ -1,6 +1,7 @@
 """Adapters on a vLLM server, which reads their files itself."""
 
 import asyncio
+import contextlib
 from pathlib import Path
 
 from rollplane.engines.adapter_files import inspect_adapter
@@ -16,6 +17,7 @@ class GrpcAdapters:
         self._engine = engine
         self._loaded: Checkpoint | None = None
         self.stuck: set[str] = set()
+        self._left: set[asyncio.Task[None]] = set()
 
     def __repr__(self) -> str:
         return f"<GrpcAdapters, held to {self._loaded.path if self._loaded else 'nothing'}, {len(self.stuck)} stuck>"
@@ -45,12 +47,34 @@ class GrpcAdapters:
         if self._loaded is not None and lora is not None and Path(path).is_dir():
             check_adapter_fits(inspect_adapter(path, max_rank=lora.rank).shapes, self._loaded)
 
+    def left(self, request_ids: list[str]) -> None:
+        """The reader of these requests, of an adapter, is gone before their end: an unload has to come after theirs.
+
+        The server ends a cancelled call at its own time. One that still runs when its adapter is unloaded makes vLLM load
+        the adapter again, into a slot that nobody frees.
+        """
+        task = asyncio.create_task(self._end(request_ids), name=f"end {request_ids[0]}")
+        self._left.add(task)
+        task.add_done_callback(self._left.discard)
+
+    async def _end(self, request_ids: list[str]) -> None:
+        with contextlib.suppress(RollplaneError):  # the health watch tells of a server that does not answer
+            await self._engine.control.abort(request_ids)
+
+    async def close(self) -> None:
+        """Say nothing more."""
+        for task in self._left:
+            task.cancel()
+        await asyncio.gather(*self._left, return_exceptions=True)
+
     async def unload(self, name: str) -> None:
-        """See `AdapterHost.unload_adapter`.
+        """See `AdapterHost.unload_adapter`. Requests whose reader is gone end first, see `left`.
 
         A server whose cache evicted the adapter refuses its removal and keeps the name; the name is of one generation
         and never used again, so it only counts as stuck.
         """
+        if self._left:
+            await asyncio.wait(set(self._left))
         try:
             await self._engine.control.unload_lora(name)
         except NotFound:

@@ -83,6 +83,7 @@ class LiveCalls:
         self.trackers = [SpanTracker(version, exact=self.streams, born_paused=born_paused) for _ in wires]
         self.done = asyncio.Event()
         self.aborted = False
+        self.whole_read = False
         self._wires = wires
         self._readers = [AnswerReader(request, index=i) for i in range(len(wires))]
         self._pool = pool
@@ -121,6 +122,7 @@ class LiveCalls:
         try:
             async for event in self._streamed():
                 yield event
+            self.whole_read = True
             yield self._end()
         finally:
             self._leave()
@@ -128,7 +130,9 @@ class LiveCalls:
     async def whole(self) -> list[Event]:
         """The events of a request that does not stream, in order, once all are there."""
         try:
-            return [*await self._whole(), self._end()]
+            events = [*await self._whole(), self._end()]
+            self.whole_read = True
+            return events
         finally:
             self._leave()
 

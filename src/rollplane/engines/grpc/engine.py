@@ -170,6 +170,7 @@ class GrpcEngine:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
+        await self._adapters.close()
         if self._kv_events is not None:
             await self._kv_events.close()
         self._mirror.end()
@@ -226,6 +227,8 @@ class GrpcEngine:
         same.remove(calls)
         if not same:
             del self._live[request_id]
+        if calls.request.adapter is not None and not calls.whole_read and not self._closing:
+            self._adapters.left(calls.ids)
 
     async def abort(self, request_id: str) -> int:
         """See `Engine.abort`. Repeated until the request ends: the server forgets an abort that comes before its request."""
