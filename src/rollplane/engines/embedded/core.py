@@ -178,7 +178,7 @@ class Core:
         """
         touched = 0
         for sequence in self.scheduler.running:
-            sequence.computed = 0
+            sequence.clear()
             touched += 1
         return touched + self._restart_partial()
 
@@ -207,7 +207,8 @@ class Core:
     def apply_weights(self, checkpoint: LoadedCheckpoint, *, version: str) -> None:
         """Copy a checked checkpoint into the model's own parameters; the version changes last.
 
-        A half computed prompt starts again, so that its first token is wholly the new version's.
+        A half computed prompt starts again, so that its first token is wholly the new version's, and so does what is
+        computed again after `clear_cache`: no span would name the version between, which made no token.
 
         Raises:
             Conflict: not paused, or still draining.
@@ -216,6 +217,9 @@ class Core:
             raise Conflict(f"weights change only while paused and idle; this engine is {self!r}")
         self.layout.copy_in(checkpoint)
         self._restart_partial()
+        for sequence in self.scheduler.running:
+            if sequence.cleared_at == sequence.generated:
+                sequence.clear()
         self.version = version
 
     def _adapters_in_use(self) -> set[str]:

@@ -136,6 +136,7 @@ class Sequence:
         spans: (policy version, first output index), appended when a token is sampled.
         mask_rows: one int32 array of surviving ids per token, when asked for.
         recomputed_rows: leading rows whose keys and values were computed again, under the weights of that time.
+        cleared_at: completion tokens at the last loss of all keys and values, -1 without one.
         delivered: completion tokens already reported (streams).
         finish_reason: stop, length, abort or error; None while it runs.
     """
@@ -153,6 +154,7 @@ class Sequence:
     spans: list[tuple[str, int]] = field(default_factory=list)
     mask_rows: list[Int32Array] = field(default_factory=list)
     recomputed_rows: int = 0
+    cleared_at: int = -1
     delivered: int = 0
     finish_reason: str | None = None
     stop_reason: int | str | None = None
@@ -166,6 +168,11 @@ class Sequence:
     def total(self) -> int:
         """Prompt and completion tokens held."""
         return self.prompt_tokens + self.generated
+
+    def clear(self) -> None:
+        """Keys and values are gone; they are computed again before the next token."""
+        self.computed = 0
+        self.cleared_at = self.generated
 
     def recompute(self, rows: int) -> None:
         """Keys and values of the first `rows` positions are valid again, under the weights that serve now."""

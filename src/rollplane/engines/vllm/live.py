@@ -20,6 +20,7 @@ class LiveChoice:
         self.sent = 0
         self.ended = False
         self.cleared_at: int | None = None
+        self.recomputed_at: int | None = None
         self._error: Exception | None = None
         self._settled = asyncio.Event()
         self._settled.set()

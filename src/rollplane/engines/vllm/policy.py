@@ -350,9 +350,11 @@ class Policy:
     async def _drop_old_caches(self, kept: list[tuple[LiveRequest, LiveChoice]]) -> None:
         """Nothing that the old weights computed may serve a request of the new version.
 
-        Blocks that kept requests hold stay where new requests have another salt, and so cannot find them.
+        Blocks that kept requests hold stay where new requests have another salt, and so cannot find them. Not so if one
+        was to be computed again and made no token since: no span would name the version that it was computed under.
         """
-        if await self._reset(running=False) or self.isolate:
+        unnamed = any(c.recomputed_at is not None and c.recomputed_at == self._made(c) for _, c in kept)
+        if not unnamed and (await self._reset(running=False) or self.isolate):
             return
         if not await self._reset(running=True):
             raise EngineDied("the engine keeps KV of the old weights that new requests would use")
@@ -405,4 +407,5 @@ class Policy:
         for live, choice in self._open():
             made, choice.cleared_at = choice.cleared_at, None
             if made:
+                choice.recomputed_at = made
                 live.recomputed_rows = max(live.recomputed_rows, live.prompt_tokens + made - 1)

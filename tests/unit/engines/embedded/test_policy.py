@@ -165,6 +165,30 @@ def test_cleared_caches_are_recomputed_under_the_new_weights_and_marked(
     assert new.alternatives.values[where] == pytest.approx(found.logprobs[5], abs=1e-4)
 
 
+def test_what_was_recomputed_under_weights_that_made_no_token_is_recomputed_again(
+    make_runner: Make, ask: Ask, own_moe: CausalModel, moe_dir: Path, other_dir: Path
+) -> None:
+    request = ask(max_tokens=12, **ALL)
+    runner = make_runner(own_moe, chunk_tokens=20).submit(request).steps(5)
+    core, (sequence,) = runner.core, runner.core.scheduler.running
+    made = sequence.generated
+    core.pause("keep")
+    core.clear_cache()
+    core.apply_weights(core.layout.read(other_dir), version="v1")
+    core.resume()
+    runner.steps(1)
+    assert (sequence.generated, sequence.computed) == (made, sequence.total - 1)
+    core.pause("keep")
+    core.apply_weights(core.layout.read(moe_dir), version="v0")
+    core.resume()
+
+    found, whole = runner.only(), make_runner().submit(request).only()
+    assert found.end.spans == [("v0", 0)]
+    assert found.end.recomputed_rows == 12 + made - 1
+    assert found.tokens == whole.tokens
+    assert np.allclose(found.logprobs, whole.logprobs, atol=1e-5)
+
+
 def test_recomputing_under_the_same_weights_changes_no_number(make_runner: Make, ask: Ask) -> None:
     requests = [ask("a", 30, max_tokens=12, **ALL), ask("b", max_tokens=12, **ALL)]
     runner = make_runner(chunk_tokens=6).submit(*requests).steps(9)

@@ -1,5 +1,6 @@
 """A policy over an engine that is a fake."""
 
+from collections.abc import Sequence
 from types import SimpleNamespace
 from typing import Any
 
@@ -7,8 +8,8 @@ from rollplane.engines.vllm.policy import Policy
 from rollplane.protocol.admin import StagedWeights
 
 
-def policy_over(engine: Any, *, good: StagedWeights | None = None) -> Policy:
-    """At v0, with nothing that runs. `good`: the weights that it could load again."""
+def policy_over(engine: Any, *, good: StagedWeights | None = None, live: Sequence[Any] = ()) -> Policy:
+    """At v0. `good`: the weights that it could load again. `live`: the requests that run."""
 
     async def resubmit(*_: Any) -> None: ...
 
@@ -20,7 +21,7 @@ def policy_over(engine: Any, *, good: StagedWeights | None = None) -> Policy:
         tied=False,
         adapters=None,
         isolate=True,
-        live=lambda: (),
+        live=lambda: live,
         resubmit=resubmit,
     )
     policy._good = good

@@ -1,10 +1,12 @@
 """Pause, flush and resume of one vLLM engine that come at the same time."""
 
 import asyncio
+from types import SimpleNamespace
 
 import pytest
 from tests.unit.engines.vllm.policies import policy_over
 
+from rollplane.engines.vllm.live import LiveChoice
 from rollplane.errors import EngineFailed
 
 
@@ -137,3 +139,32 @@ async def test_a_version_name_that_comes_back_needs_nobodys_blocks() -> None:
     assert scopes == ["v0", "v1", "v2", "v1\x002"]
     assert policy.salt_scope == "v2\x002"
     assert engine.calls == ["pause keep"]
+
+
+@pytest.mark.parametrize(("made_since", "resets"), [(0, 1), (1, 0)])
+async def test_what_was_recomputed_under_weights_that_made_no_token_is_recomputed_again(
+    made_since: int, resets: int
+) -> None:
+    """Weights change twice; only the first pause clears. No span would name the weights between."""
+    engine, made = FakeEngine(), 5
+    engine.may_reset.set()
+    state = SimpleNamespace(detokenizer=SimpleNamespace(num_output_tokens=lambda: made))
+    engine.output_processor = SimpleNamespace(request_states={"r": state})  # type: ignore[attr-defined]
+    choice = LiveChoice(0, None, "v0")
+    choice.collector = SimpleNamespace(request_id="r")
+    live = SimpleNamespace(open_choices=[choice], prompt_tokens=3, recomputed_rows=0)
+    policy = policy_over(engine, live=[live])
+
+    async def load() -> None: ...
+
+    await policy.pause("keep", clear_cache=True)
+    await policy.change("v1", load)
+    await policy.resume()
+    made += made_since
+    await policy.pause("keep")
+    await policy.change("v2", load)
+    await policy.resume()
+
+    assert engine.calls.count("reset") == resets
+    assert live.recomputed_rows == 3 + 5 - 1
+    assert choice.spans.read(9) == [("v0", 0), *([("v1", 5)] if made_since else []), ("v2", made)]
