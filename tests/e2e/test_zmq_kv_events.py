@@ -15,6 +15,8 @@ from rollplane.engines.zmq_kv_events import ZmqKvEvents, connectable
 from rollplane.errors import InvalidRequest
 
 WAIT_S = 20.0
+MARK = 1_000_000
+"""The block of what is published until the subscription is heard of; how many such batches come, and when, is left open."""
 
 
 class Publisher:
@@ -79,7 +81,7 @@ class Followed:
 
     @property
     def blocks(self) -> list[int]:
-        return sorted(self.mirror._blocks)
+        return sorted(block for block in self.mirror._blocks if block != MARK)
 
     async def until(self, condition: Callable[[], object]) -> None:
         """Return once the condition holds; it is looked at after every change of the mirror."""
@@ -93,10 +95,9 @@ class Followed:
         async with asyncio.timeout(WAIT_S):
             while self.events._heard < 0:
                 self._changed.clear()
-                await self.publisher.publish(1_000_000)
+                await self.publisher.publish(MARK)
                 with contextlib.suppress(TimeoutError):
                     await asyncio.wait_for(self._changed.wait(), 0.2)
-        self.mirror.clear()
 
     async def close(self) -> None:
         self._task.cancel()
@@ -136,7 +137,7 @@ async def test_what_was_published_before_anyone_listened_is_replayed_and_then_he
         await followed.listening()
         for block in (10, 11):
             await followed.publisher.publish(block)
-        await followed.until(lambda: followed.blocks == [10, 11])
+        await followed.until(lambda: followed.blocks == [0, 1, 2, 3, 4, 10, 11])
         assert followed.events.gaps == 0
 
 
