@@ -89,6 +89,8 @@ class Roster:
         self._catching_up: dict[str, asyncio.Task[None]] = {}
         self._retries: dict[str, asyncio.TimerHandle] = {}
         self._merged: tuple[list[EngineInfo], EngineInfo] | None = None
+        self._merged_at: asyncio.Event | None = None
+        """`_changed` of that time."""
         self._closing: set[asyncio.Task[None]] = set()
         if before is not None:
             self.checkpoint, self.paused = before.checkpoint, before.paused
@@ -147,13 +149,17 @@ class Roster:
         Raises:
             Unavailable: no worker was reached yet.
         """
+        if self._merged is not None and self._merged_at is self._changed:
+            return self._merged[1]  # nothing was told since
         infos = [m.worker.state.info for m in self._members.values() if m.worker.state is not None and not m.foreign]
         if not infos:
             if self._merged is not None:
                 return self._merged[1]  # all are gone: what they were still describes the model
             raise Unavailable("no worker was reached yet")
-        if self._merged is None or self._merged[0] != infos:
-            self._merged = (infos, merge_infos(infos))
+        same = self._merged is not None and self._merged[0] == infos
+        # The list is kept though it is equal: its objects are those of the next look, which compares them at once.
+        self._merged = (infos, self._merged[1] if self._merged is not None and same else merge_infos(infos))
+        self._merged_at = self._changed
         return self._merged[1]
 
     # -- membership ------------------------------------------------------------------------------------------------
