@@ -149,18 +149,18 @@ class Roster:
         Raises:
             Unavailable: no worker was reached yet.
         """
-        if self._merged is not None and self._merged_at is self._changed:
-            return self._merged[1]  # nothing was told since
+        known = self._merged
+        if known is not None and self._merged_at is self._changed:
+            return known[1]  # nothing was told since
         infos = [m.worker.state.info for m in self._members.values() if m.worker.state is not None and not m.foreign]
         if not infos:
-            if self._merged is not None:
-                return self._merged[1]  # all are gone: what they were still describes the model
+            if known is not None:
+                return known[1]  # all are gone: what they were still describes the model
             raise Unavailable("no worker was reached yet")
-        same = self._merged is not None and self._merged[0] == infos
-        # The list is kept though it is equal: its objects are those of the next look, which compares them at once.
-        self._merged = (infos, self._merged[1] if self._merged is not None and same else merge_infos(infos))
-        self._merged_at = self._changed
-        return self._merged[1]
+        merged = known[1] if known is not None and known[0] == infos else merge_infos(infos)
+        # An equal list replaces the one before: its objects are those of the next look, which compares them at once.
+        self._merged, self._merged_at = (infos, merged), self._changed
+        return merged
 
     # -- membership ------------------------------------------------------------------------------------------------
 
