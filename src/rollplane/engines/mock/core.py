@@ -416,7 +416,8 @@ class Core:
     def _finish(self, sequence: Sequence, made: int, *, reason: FinishReason) -> None:
         """Say a choice's last word, and the request's after its last choice."""
         live = sequence.live
-        event = ending_event(sequence, made, reason=reason, version=self.version, router=self.router)
+        whole = sequence.draws.cut(0, made)
+        event = ending_event(sequence, whole, reason=reason, version=self.version, router=self.router)
         sequence.done = True
         self._running.pop(sequence, None)
         self._hung.pop(sequence, None)
@@ -424,7 +425,6 @@ class Core:
         kind = live.fault.kind if live.fault is not None and sequence.index == 0 else None
         for spoiled in [event] if kind is None else spoil_choice(kind, event):
             live.push(spoiled)
-        whole = sequence.draws.cut(0, made)
         live.floored += whole.floored() if live.by.logprobs else 0
         if not live.mixed and live.started:
             self._store_output(live, whole)

@@ -1,5 +1,6 @@
 """What the mock says of a request, as events: the prompt's, each choice's, and the last word."""
 
+from rollplane.engines.mock.draws import Draws
 from rollplane.engines.mock.language import Language
 from rollplane.engines.mock.live import Live, Sequence
 from rollplane.engines.mock.routes import Router
@@ -36,11 +37,10 @@ def delta_event(sequence: Sequence, made: int) -> ChoiceEvent:
 
 
 def ending_event(
-    sequence: Sequence, made: int, *, reason: FinishReason, version: str, router: Router | None
+    sequence: Sequence, whole: Draws, *, reason: FinishReason, version: str, router: Router | None
 ) -> ChoiceEvent:
-    """A choice's last tokens, and what is told once for all of them. `version`: of a choice that never began."""
-    live = sequence.live
-    whole = sequence.draws.cut(0, made)
+    """A choice's last tokens, and what is told once for all of them, which are `whole`. `version`: of one that never began."""
+    live, made = sequence.live, len(whole)
     event = delta_event(sequence, made)
     event.finish_reason = reason
     event.stop_reason = sequence.stop_reason if reason == "stop" else None
