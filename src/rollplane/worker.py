@@ -25,6 +25,7 @@ from rollplane.engines.base import (
     NativeControls,
     OutlivesWorker,
     WeightReceiver,
+    close_events,
     whole_of,
 )
 from rollplane.engines.wrappers.key_book import KeyBook
@@ -251,9 +252,7 @@ class Worker(WorkerAdmin):
                         self._sign(event, request, record)
                     yield event
             finally:
-                close = getattr(events, "aclose", None)
-                if close is not None:
-                    await close()
+                await close_events(events)
 
     async def admitted_whole(self, request: GenerateRequest) -> list[Event]:
         """As `admitted`, for a request that does not stream."""
@@ -357,9 +356,7 @@ class Worker(WorkerAdmin):
             async for events in batches:
                 yield KvBatch(instance=self.instance_id, generation=self.cache_generation, events=events)
         finally:
-            close = getattr(batches, "aclose", None)
-            if close is not None:
-                await close()
+            await close_events(batches)
 
     async def watch(self) -> AsyncGenerator[WorkerState, None]:
         """The state now, after every change, and every `HEARTBEAT_S` seconds, until this worker closes."""

@@ -55,6 +55,13 @@ class Engine(Protocol):
         ...
 
 
+async def close_events(events: AsyncIterator[Any]) -> None:
+    """Stop the work behind an iterator, where it can be closed."""
+    close = getattr(events, "aclose", None)
+    if close is not None:
+        await close()
+
+
 async def whole_of(engine: Engine, request: GenerateRequest) -> list[Event]:
     """Every event of one request that does not stream. Being cancelled stops the engine's work on it.
 
@@ -69,9 +76,7 @@ async def whole_of(engine: Engine, request: GenerateRequest) -> list[Event]:
     try:
         return [event async for event in events]
     finally:
-        close = getattr(events, "aclose", None)
-        if close is not None:
-            await close()
+        await close_events(events)
 
 
 @runtime_checkable

@@ -2,7 +2,7 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, AsyncIterator, Generator, Sequence
+from collections.abc import AsyncGenerator, Generator, Sequence
 from typing import Protocol
 
 from rollplane.protocol.events import Event
@@ -132,13 +132,6 @@ class RoutedRequests:
     async def whole(self, request: GenerateRequest) -> list[Event]:
         """As `generate`, for a request that does not stream."""
         return await self._router.routed_whole(request)
-
-
-async def close_events(events: AsyncIterator[Event]) -> None:
-    """Stop the work behind events, where they can be closed."""
-    close = getattr(events, "aclose", None)
-    if close is not None:
-        await close()
 
 
 async def either(*events: asyncio.Event, timeout_s: float) -> None:

@@ -14,7 +14,7 @@ import msgspec
 
 from rollplane.admission import check_request
 from rollplane.discovery.base import Discovery
-from rollplane.engines.base import MediaRenderer, whole_of
+from rollplane.engines.base import MediaRenderer, close_events, whole_of
 from rollplane.engines.wrappers.live import LiveRequests
 from rollplane.errors import (
     Cancelled,
@@ -42,7 +42,7 @@ from rollplane.router.health import Circuit, CircuitSettings, is_fault, may_move
 from rollplane.router.held import abort_events
 from rollplane.router.key_homes import KeyHomes
 from rollplane.router.observed import Observed
-from rollplane.router.placed import Placement, RoutedRequests, Unknowing, close_events, either
+from rollplane.router.placed import Placement, RoutedRequests, Unknowing, either
 from rollplane.router.policies import Policy, make_policy
 from rollplane.router.prefill_pace import PaceSettings, PrefillPace
 from rollplane.router.prefill_turns import PrefillTurns

@@ -7,7 +7,7 @@ from typing import Any, Final, Protocol, runtime_checkable
 
 from starlette.types import Receive
 
-from rollplane.engines.base import Engine
+from rollplane.engines.base import Engine, close_events
 from rollplane.errors import RollplaneError, Unavailable
 from rollplane.fold import Fold
 from rollplane.protocol.events import ChoiceEvent, Event, PromptEvent
@@ -60,9 +60,7 @@ async def running(engine: Engine, request: GenerateRequest) -> AsyncGenerator[As
     try:
         yield events
     finally:
-        close = getattr(events, "aclose", None)
-        if close is not None:
-            await close()
+        await close_events(events)
 
 
 async def add_event(service: Service, fold: Fold, event: Event) -> Choice | None:

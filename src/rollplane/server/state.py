@@ -7,6 +7,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import ASGIApp, Send
 
+from rollplane.engines.base import close_events
 from rollplane.errors import NotFound
 from rollplane.protocol.hop import FRAMES
 from rollplane.protocol.request import MSGPACK
@@ -79,9 +80,7 @@ async def _beats(worker: Worker, service: Service) -> AsyncGenerator[None, None]
         for task in (change, stopping):
             task.cancel()
         await asyncio.gather(change, stopping, return_exceptions=True)
-        close = getattr(changes, "aclose", None)
-        if close is not None:
-            await close()
+        await close_events(changes)
 
 
 async def _next(changes: object) -> bool:

@@ -13,7 +13,7 @@ from typing import Final
 
 import xxhash
 
-from rollplane.engines.base import Engine
+from rollplane.engines.base import Engine, close_events
 from rollplane.errors import Unavailable
 from rollplane.protocol.events import Event
 from rollplane.protocol.info import EngineHealth, EngineInfo
@@ -136,9 +136,7 @@ class ClaimedIds:
             async for event in events:
                 yield event
         finally:
-            close = getattr(events, "aclose", None)
-            if close is not None:
-                await close()
+            await close_events(events)
             self._ours[request_id] -= 1
             if not self._ours[request_id]:
                 del self._ours[request_id]

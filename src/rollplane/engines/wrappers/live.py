@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from rollplane.engines.base import Engine, whole_of
+from rollplane.engines.base import Engine, close_events, whole_of
 from rollplane.errors import Conflict, EngineFailed, IdempotencyMismatch, PreconditionFailed
 from rollplane.protocol.events import Event
 from rollplane.protocol.info import EngineHealth, EngineInfo
@@ -175,10 +175,7 @@ class LiveRequests:
                 raise live.error
             return list(live.events)
         finally:
-            if live.ended:
-                live.readers -= 1
-            else:
-                await self._leave(live)
+            await self._leave(live)
 
     def _join(self, request: GenerateRequest) -> _Live:
         live = self._known(request)
@@ -243,9 +240,8 @@ class LiveRequests:
                 del self._live[request.request_id]
             self._settle(live, whole=whole)
             live.tell()
-            close = getattr(events, "aclose", None)
-            if close is not None:
-                await close()
+            if events is not None:
+                await close_events(events)
 
     async def _left_alone(self, live: _Live) -> None:
         """The last reader left a running request: stop it now, or after the linger when it has a key."""
