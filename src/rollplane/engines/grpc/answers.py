@@ -1,13 +1,16 @@
 """What a vLLM server answers, as events. Every promise of the wire is checked; a breach is an `EngineProtocolError`.
 
-Numbers go straight from repeated fields into arrays.
+Numbers go straight from repeated fields, or from their packed bytes, into arrays.
 """
 
+from collections.abc import Sequence
 from typing import Any, Final
 
 import numpy as np
+from google.protobuf.message import DecodeError
 
 from rollplane.engines.grpc.candidates import read_candidates
+from rollplane.engines.grpc.packed import as_field
 from rollplane.engines.grpc.proto import answers_pb2 as wire
 from rollplane.engines.grpc.proto import inference_pb2 as pb
 from rollplane.engines.grpc.struct_json import read_struct
@@ -24,6 +27,8 @@ _FINISH: Final[dict[int, FinishReason]] = {
     pb.FinishInfo.STOP: "stop",
     pb.FinishInfo.ABORTED: "abort",
 }
+_FLOAT: Final = np.dtype("<f4")
+_VALUES: Final = wire.Numbers.VALUES_FIELD_NUMBER
 
 
 class AnswerReader:
@@ -98,11 +103,11 @@ class AnswerReader:
 
     def _read_logprobs(self, output: wire.SequenceOutput, token_ids: Int32Array) -> TokenLogprobs:
         count = int(token_ids.size)
-        for name in ("logprobs", "ranks"):
-            length = len(getattr(output, name))
-            if length != count:
-                self._breach(f"{length} {name} for {count} tokens")
-        values, ranks = float32s(output.logprobs), int32s(output.ranks)
+        values, ranks = packed_float32s(output.logprobs), packed_int32s(output.ranks)
+        if values.size != count:
+            self._breach(f"{values.size} logprobs for {count} tokens")
+        if ranks.size != count:
+            self._breach(f"{ranks.size} ranks for {count} tokens")
         alternatives = None
         if self._alternatives:
             if len(output.candidate_tokens) != count:
@@ -219,6 +224,33 @@ def int32s(field: Any) -> Int32Array:
 def float32s(field: Any) -> Float32Array:
     """A float32 array of a repeated float field."""
     return np.array(field[:], dtype=np.float32) if len(field) else np.empty(0, dtype=np.float32)
+
+
+def packed_float32s(parts: Sequence[bytes]) -> Float32Array:
+    """A float32 array, read-only, of a packed float field that was left undecoded.
+
+    Raises:
+        EngineProtocolError: it holds no whole floats.
+    """
+    data = b"".join(parts)
+    if len(data) % _FLOAT.itemsize:
+        raise EngineProtocolError(f"the engine sent packed floats of {len(data)} bytes")
+    return np.frombuffer(data, dtype=_FLOAT)
+
+
+def packed_int32s(parts: Sequence[bytes]) -> Int32Array:
+    """An int32 array of a packed uint32 field that was left undecoded.
+
+    Raises:
+        EngineProtocolError: a number over int32, or no whole numbers.
+    """
+    data = b"".join(parts)
+    if data.isascii():  # a byte each
+        return np.frombuffer(data, dtype=np.uint8).astype(np.int32)
+    try:
+        return int32s(wire.Numbers.FromString(as_field(data, number=_VALUES)).values)
+    except DecodeError as error:
+        raise EngineProtocolError(f"the engine sent packed numbers that cannot be read: {error}") from None
 
 
 def floor(values: Float32Array) -> int:

@@ -1,8 +1,9 @@
 """Rows of serialized `vllm.CandidateTokenInfo` as arrays, without an object per candidate. Pure.
 
 A candidate is `0a LEN 08 ID 15 LOGPROB 18 RANK`, a zero field left out; ID and RANK are varints, LOGPROB four bytes.
-Candidates are found and read for all rows at once: many by arrays, few by protobuf, as the one message that rows make when
-they are joined. Rows that look otherwise are read by protobuf one by one.
+Rows of one candidate each, which `logprobs: 1` brings, are cut before LOGPROB: what ends there was read before in nearly
+every row, and what follows has one width. Else candidates are found and read for all rows at once: many by arrays, few by
+protobuf, as the one message that rows make when they are joined. Rows that look otherwise are read by protobuf one by one.
 """
 
 from collections.abc import Sequence
@@ -24,10 +25,17 @@ MAX_FAST_ROW_BYTES: Final = 64 * 19  # beyond, walking along the rows costs more
 FEW_ROWS: Final = 192
 FEW_BYTES: Final = FEW_ROWS * 13
 """Rows of so few bytes in all are read by protobuf: arrays have a price of their own."""
+MAX_KNOWN: Final = 32_768
+"""Beginnings of rows whose ids are remembered; then all are forgotten."""
 _PADDING: Final = bytes(8)  # so that looking at a field never looks past the end
 _VARINT_BYTES: Final = 5
 _FLOAT_BYTES: Final = np.arange(1, 5)
 _TAG_TOKEN, _TAG_ID, _TAG_LOGPROB, _TAG_RANK = 0x0A, 0x08, 0x15, 0x18
+_REST: Final = 7
+"""Bytes from LOGPROB's tag to the end of a row of one candidate with a rank below 128."""
+_LEAST, _MOST = 4 + _REST, 8 + _REST
+"""Bytes of such a row with all of its fields."""
+_NO_LOGPROB: Final = bytes([_TAG_LOGPROB, 0, 0, 0, 0])
 
 
 class Candidates(NamedTuple):
@@ -45,6 +53,8 @@ def read_candidates(rows: Sequence[bytes]) -> Candidates:
     Raises:
         EngineProtocolError: a row that is none, or an id that does not fit int32.
     """
+    if 0 < len(rows) <= FEW_ROWS and len(rows[0]) <= _MOST and (found := _read_ones(rows)) is not None:
+        return found
     rows = list(rows)  # every walk along protobuf's own list makes all of its bytes again
     if len(rows) <= FEW_ROWS and sum(sizes := list(map(len, rows))) <= FEW_BYTES:
         return _read_joined(rows, sizes) or _read_one_by_one(rows)
@@ -52,6 +62,64 @@ def read_candidates(rows: Sequence[bytes]) -> Candidates:
     if int(lengths.max()) > MAX_FAST_ROW_BYTES:
         return _read_joined(rows, lengths.tolist()) or _read_one_by_one(rows)
     return _read_at_once(rows, lengths) or _read_one_by_one(rows)
+
+
+class _Beginnings(dict[bytes, int]):
+    """The id in `0a LEN 08 ID`, each read once; LEN speaks of `_REST` bytes more."""
+
+    def __missing__(self, begin: bytes) -> int:
+        token_id = _id_of(begin)
+        if len(self) >= MAX_KNOWN:
+            self.clear()
+        self[begin] = token_id
+        return token_id
+
+
+_BEGINNINGS: Final = _Beginnings()
+
+
+def _id_of(begin: bytes) -> int:
+    """The id of a row that begins so.
+
+    Raises:
+        ValueError: it is no beginning of one candidate, or the id does not fit int32.
+    """
+    varint = begin[3:]
+    if begin[:3] != bytes([_TAG_TOKEN, len(begin) + _REST - 2 & 0xFF, _TAG_ID]) or not varint or len(begin) > 8:
+        raise ValueError("not the beginning of one candidate")
+    if varint[-1] >= 0x80 or min(varint[:-1], default=0x80) < 0x80:
+        raise ValueError("not one varint")
+    value = sum((byte & 0x7F) << 7 * i for i, byte in enumerate(varint))
+    if value > INT32_MAX:
+        raise ValueError("not an int32")
+    return value
+
+
+def _read_ones(rows: Sequence[bytes]) -> Candidates | None:
+    """None where not every row is one candidate with an id, and a rank in one byte."""
+    rows = [row if len(row) >= _LEAST else _with_logprob(row) for row in rows]
+    try:
+        ids = [_BEGINNINGS[row[:-_REST]] for row in rows]
+    except ValueError:
+        return None
+    count = len(ids)
+    rests = b"".join([row[-_REST:] for row in rows])
+    ranks = rests[6::_REST]
+    if rests[::_REST].strip(b"\x15") or rests[5::_REST].strip(b"\x18") or not ranks.isascii():
+        return None
+    return Candidates(
+        np.array(ids, dtype=np.int32),
+        np.ndarray((count,), "<f4", rests, 1, (_REST,)).astype(np.float32),
+        np.frombuffer(ranks, dtype=np.uint8).astype(np.int32),
+        np.arange(count + 1, dtype=np.int32),
+    )
+
+
+def _with_logprob(row: bytes) -> bytes:
+    """A short row with the LOGPROB that it left out; another row as it is."""
+    if len(row) < 2 or row[-2] != _TAG_RANK or row[1] != len(row) - 2:
+        return row
+    return bytes([row[0], row[1] + len(_NO_LOGPROB)]) + row[2:-2] + _NO_LOGPROB + row[-2:]
 
 
 def _read_joined(rows: Sequence[bytes], sizes: list[int]) -> Candidates | None:

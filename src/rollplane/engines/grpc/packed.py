@@ -1,4 +1,4 @@
-"""A repeated uint32 field from an array, without a Python number per entry. Pure."""
+"""A repeated uint32 field from an array, without a Python number per entry, and fields as bytes. Pure."""
 
 from typing import Any, Final
 
@@ -17,9 +17,13 @@ def extend_field(message: Any, name: str, values: Int32Array) -> None:
     if values.size <= FEW:
         getattr(message, name).extend(values.tolist())
         return
-    data = packed_varints(values)
-    tag = message.DESCRIPTOR.fields_by_name[name].number << 3 | 2
-    message.MergeFromString(_varint(tag) + _varint(len(data)) + data)
+    number = message.DESCRIPTOR.fields_by_name[name].number
+    message.MergeFromString(as_field(packed_varints(values), number=number))
+
+
+def as_field(data: bytes, *, number: int) -> bytes:
+    """A message whose only field has this number and these bytes."""
+    return _varint(number << 3 | 2) + _varint(len(data)) + data
 
 
 def packed_varints(values: Int32Array) -> bytes:

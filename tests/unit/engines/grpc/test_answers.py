@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from rollplane.engines.grpc.answers import AnswerReader
+from rollplane.engines.grpc.answers import AnswerReader, packed_float32s, packed_int32s
 from rollplane.engines.grpc.proto import answers_pb2
 from rollplane.engines.grpc.proto import inference_pb2 as pb
 from rollplane.errors import EngineProtocolError
@@ -124,6 +124,45 @@ def test_transfer_params_come_back_whole():
     assert reader.kv_transfer_params == {"port": 7, "half": 0.5}
     assert type(reader.kv_transfer_params["port"]) is int
     assert reader.ec_transfer_params is None
+
+
+def test_ranks_of_more_than_a_byte_are_read():
+    scores = {"logprobs": [-1, -2, -3], "ranks": [1, 128, 2**31 - 1]}
+    _, [(_, choice)] = read(make_request(logprobs=0), answer(output((7, 8, 9), **scores)))
+
+    assert choice.logprobs.ranks.dtype == np.int32
+    assert choice.logprobs.ranks.tolist() == [1, 128, 2**31 - 1]
+
+
+def test_packed_numbers_may_come_in_parts():
+    values = np.array([-0.5, -1.5, -2.5], dtype=np.float32)
+
+    np.testing.assert_array_equal(packed_float32s([values[:1].tobytes(), values[1:].tobytes()]), values)
+    assert packed_int32s([b"\x01\x02", b"\xac\x02"]).tolist() == [1, 2, 300]
+    assert packed_float32s([]).dtype == np.float32
+    assert packed_int32s([]).dtype == np.int32
+
+
+def test_numbers_that_are_not_packed_are_refused_not_lost():
+    packed = pb.SequenceOutput(num_tokens=1, token_ids=[7], ranks=[1]).SerializeToString()
+    unpacked = b"\x2d" + np.float32(-0.5).tobytes()  # a `logprobs` of one number
+    message = answers_pb2.GenerateResponse(outputs=[answers_pb2.SequenceOutput.FromString(packed + unpacked)])
+
+    with pytest.raises(EngineProtocolError, match="0 logprobs for 1 tokens"):
+        AnswerReader(make_request(logprobs=0)).read(message)
+
+
+@pytest.mark.parametrize(
+    ("read_packed", "part", "says"),
+    [
+        (packed_float32s, b"\x00\x00\x00", "packed floats of 3 bytes"),
+        (packed_int32s, b"\x01\xff", "cannot be read"),
+        (packed_int32s, b"\xff\xff\xff\xff\x0f", "4294967295"),
+    ],
+)
+def test_packed_numbers_that_are_none_are_a_breach(read_packed, part, says):
+    with pytest.raises(EngineProtocolError, match=says):
+        read_packed([part])
 
 
 # -- the prompt ------------------------------------------------------------------------------------------------------

@@ -63,6 +63,48 @@ def test_any_rows_are_read_alike_at_once_and_one_by_one(monkeypatch: pytest.Monk
         np.testing.assert_array_equal(first, second)
 
 
+def test_rows_of_one_candidate_are_read_as_protobuf_reads_them_whatever_their_bytes() -> None:
+    draw = random.Random(11)
+    ids, ranks = (0, 1, 127, 128, 16_384, 2**21, 2**28, 2**31 - 1), (0, 1, 5, 127, 128)
+    accepted = 0
+    for _ in range(4000):
+        tokens = [
+            [(draw.choice(ids), draw.choice((0.0, -0.25)), draw.choice(ranks))] for _ in range(draw.randrange(1, 4))
+        ]
+        rows = [bytearray(row) for row in rows_of(tokens)]
+        for _ in range(draw.randrange(3)):
+            row = draw.choice(rows)
+            change = draw.randrange(3)
+            at = draw.randrange(len(row) or 1)
+            if change == 0 and row:
+                row[at] = draw.choice((0x00, 0x08, 0x0A, 0x0C, 0x15, 0x18, 0x7F, 0x80, 0xFF))
+            elif change == 1 and row:
+                del row[at]
+            else:
+                row.insert(at, draw.choice((0x00, 0x08, 0x15, 0x18, 0x80)))
+        ones = candidates._read_ones([bytes(row) for row in rows])
+        if ones is None:
+            continue
+        accepted += 1
+        for first, second in zip(ones, candidates._read_one_by_one([bytes(row) for row in rows]), strict=True):
+            assert first.dtype == second.dtype
+            np.testing.assert_array_equal(first, second)
+
+    assert accepted > 200
+
+
+def test_rows_of_one_candidate_are_not_read_by_protobuf(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(candidates, "_read_joined", None)
+    assert_read([[(7, -0.5, 1)], [(300, 0.0, 2)], [(2**31 - 1, float("-inf"), 127)]])
+
+
+def test_the_beginnings_that_are_remembered_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(candidates, "MAX_KNOWN", 4)
+    assert_read([[(i, -0.5, 1)] for i in range(1, 60)])
+
+    assert len(candidates._BEGINNINGS) <= 4
+
+
 MANY = 100
 """Rows that are too many to be read one by one from the start."""
 

@@ -33,11 +33,11 @@ class SequenceOutput(_message.Message):
     index: int
     num_tokens: int
     token_ids: _containers.RepeatedScalarFieldContainer[int]
-    logprobs: _containers.RepeatedScalarFieldContainer[float]
-    ranks: _containers.RepeatedScalarFieldContainer[int]
+    logprobs: _containers.RepeatedScalarFieldContainer[bytes]
+    ranks: _containers.RepeatedScalarFieldContainer[bytes]
     candidate_tokens: _containers.RepeatedScalarFieldContainer[bytes]
     finish_info: _inference_pb2.FinishInfo
-    def __init__(self, index: _Optional[int] = ..., num_tokens: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[float]] = ..., ranks: _Optional[_Iterable[int]] = ..., candidate_tokens: _Optional[_Iterable[bytes]] = ..., finish_info: _Optional[_Union[_inference_pb2.FinishInfo, _Mapping]] = ...) -> None: ...
+    def __init__(self, index: _Optional[int] = ..., num_tokens: _Optional[int] = ..., token_ids: _Optional[_Iterable[int]] = ..., logprobs: _Optional[_Iterable[bytes]] = ..., ranks: _Optional[_Iterable[bytes]] = ..., candidate_tokens: _Optional[_Iterable[bytes]] = ..., finish_info: _Optional[_Union[_inference_pb2.FinishInfo, _Mapping]] = ...) -> None: ...
 
 class GenerateResponse(_message.Message):
     __slots__ = ("prompt_info", "outputs")
@@ -46,3 +46,9 @@ class GenerateResponse(_message.Message):
     prompt_info: PromptInfo
     outputs: _containers.RepeatedCompositeFieldContainer[SequenceOutput]
     def __init__(self, prompt_info: _Optional[_Union[PromptInfo, _Mapping]] = ..., outputs: _Optional[_Iterable[_Union[SequenceOutput, _Mapping]]] = ...) -> None: ...
+
+class Numbers(_message.Message):
+    __slots__ = ("values",)
+    VALUES_FIELD_NUMBER: _ClassVar[int]
+    values: _containers.RepeatedScalarFieldContainer[int]
+    def __init__(self, values: _Optional[_Iterable[int]] = ...) -> None: ...
