@@ -28,7 +28,7 @@ from rollplane.server.metrics import Metrics
 from rollplane.server.ops import bind, make_server, share_interpreter, spare_collector, url_of
 from rollplane.server.service import Service
 from rollplane.worker import Worker, WorkerSettings
-from stacks import MODEL, Stack, rack, wait_until_serving
+from stacks import MODEL, Stack, interpreter, rack, wait_until_serving
 
 LOAD = Load(prompt=256, output=64, concurrency=32, requests=0)
 PER_PROCESS = 16
@@ -109,7 +109,9 @@ async def measure(counts: list[int], *, rounds: int, requests: int) -> None:
                     await run(session, stack.url, sent, LOAD, "unary", requests=requests)
                     if number >= 0:
                         costs_ms[count].append((stack.cpu_s()["frontend"] - before) / requests * 1e3)
-    print(f"{LOAD}, {requests} requests a round, {rounds} rounds, load average {os.getloadavg()[0]:.1f}")
+    print(
+        f"{LOAD}, {requests} requests a round, {rounds} rounds, load average {os.getloadavg()[0]:.1f}\n{interpreter()}"
+    )
     first = median(costs_ms[counts[0]])
     for count, found in costs_ms.items():
         print(

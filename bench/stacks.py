@@ -8,7 +8,9 @@ import asyncio
 import contextlib
 import json
 import os
+import platform
 import sys
+import sysconfig
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -58,6 +60,22 @@ class Stack:
 def cpu_s(pid: int) -> float:
     """CPU seconds of a process since it started, all its threads, user and system: /proc's figure before it is cut to ticks."""
     return time.clock_gettime((~pid << 3) | CPUCLOCK_SCHED)
+
+
+def interpreter() -> str:
+    """The Python that runs this and Rollplane's processes, with the time that it takes for a fixed piece of work.
+
+    One that was built without profile-guided optimization needs a fifth to a third more.
+    """
+    times_ms = []
+    for _ in range(5):
+        began_s = time.process_time()
+        sum(number * number for number in range(100_000))
+        times_ms.append((time.process_time() - began_s) * 1e3)
+    build = (
+        "with" if "--enable-optimizations" in str(sysconfig.get_config_var("CONFIG_ARGS")) else "not known to be with"
+    )
+    return f"Python {platform.python_version()}, {build} --enable-optimizations, {min(times_ms):.1f} ms for 100,000 squares"
 
 
 class Rack:

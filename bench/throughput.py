@@ -25,7 +25,7 @@ import aiohttp
 import msgspec
 
 from load import PATH, Load, bodies
-from stacks import Rack, Stack, rack, wait_until_serving
+from stacks import Rack, Stack, interpreter, rack, wait_until_serving
 
 LOAD = Load(prompt=64, output=64, concurrency=32, requests=0)
 T_975 = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.179, 2.145, 2.12, 2.101, 2.086)
@@ -104,7 +104,7 @@ def bounds(ratios: list[float]) -> tuple[float, float]:
 def report(rounds: list[dict[str, float]]) -> None:
     """Print a line per stack."""
     first = next(iter(sorted(rounds[0], key=lambda name: not name.startswith("vllm"))))
-    print(f"{len(rounds)} rounds, 32 at once x 64 tokens, load average {os.getloadavg()[0]:.2f}")
+    print(f"{len(rounds)} rounds, 32 at once x 64 tokens, load average {os.getloadavg()[0]:.2f}\n{interpreter()}")
     for name in sorted(rounds[0], key=lambda name: name != first):
         mean = statistics.mean(each[name] for each in rounds)
         ratios = [each[name] / each[first] for each in rounds]
