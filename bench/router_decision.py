@@ -24,7 +24,7 @@ from rollplane.identity import block_keys, engine_salt
 from rollplane.protocol.kv_events import BlocksStored
 from rollplane.protocol.state import WorkerState
 from rollplane.rl.fleet import Fleet
-from rollplane.router.constraints import circuits, fitting
+from rollplane.router.constraints import Lineup, circuits, fitting
 from rollplane.router.prefix_aware import PrefixAware
 from rollplane.router.prefix_index import PrefixIndex
 from rollplane.router.worker import RoutedWorker
@@ -91,6 +91,7 @@ async def measure(case: str, args: argparse.Namespace) -> None:
         part = {"nothing cached": 0, "half cached by all": args.prompt // 2, "all cached by all": args.prompt}[case]
         if part and policy.index is not None:
             policy.index.apply_events(worker.url, [stored(shared[:part], version)])
+    lineup = Lineup(workers)  # a router keeps it until something is told
     whole, alone, cpu = [], [], []
     for _ in range(args.rounds):
         tokens = shared.copy()
@@ -101,10 +102,10 @@ async def measure(case: str, args: argparse.Namespace) -> None:
             tokens[args.prompt // 2 :] = rng.integers(0, 32_000, args.prompt - args.prompt // 2)
         request = make_request(tokens, max_tokens=16)
         cpu_began, began = time.thread_time(), time.perf_counter()
-        fit = fitting(request, workers, fleet)
-        candidates = circuits(fit.workers)
+        fit = fitting(request, lineup, fleet)
+        candidates = fit.workers if lineup.steady else circuits(fit.workers)
         constrained = time.perf_counter()
-        worker = policy.order(request, candidates)[0]
+        worker = policy.choose(request, candidates)
         worker.place(sequences=1, tokens=request.prompt_tokens)
         policy.placed(request, worker)
         ended, cpu_ended = time.perf_counter(), time.thread_time()

@@ -98,7 +98,7 @@ async def test_predicted_and_actual_cached_tokens_agree_for_text_and_salts(
     async def served(**fields: Any) -> int | None:
         """How many tokens are expected to be cached; then the request is served, and what was cached is that."""
         request = make_request(prompt(0), max_tokens=2, fields=fields)
-        policy.order(request, [routed])
+        policy.choose(request, [routed])
         predicted = policy.placed(request, routed)
         before = hits(server)
         await answer(told.engine, request)

@@ -425,8 +425,11 @@ class RemoteEngine:
         raise TransportError("the state stream ended")
 
     def _heard(self, state: WorkerState) -> None:
-        changed = state != self.state or not self.reachable
-        self.state, self.reachable, self.trouble = state, True, None
+        news = state is not self.state and state != self.state
+        changed = news or not self.reachable
+        if news:
+            self.state = state
+        self.reachable, self.trouble = True, None
         if changed:
             self._tell()
 

@@ -79,10 +79,11 @@ def decode_state(body: bytes) -> WorkerState:
 
 
 class StateReader:
-    """Cuts a watched byte stream into states; feed it what arrives."""
+    """Cuts a watched byte stream into states; feed it what arrives. A state that says what the one before said is that one."""
 
     def __init__(self) -> None:
         self._buffer = bytearray()
+        self._last: tuple[bytes, WorkerState] | None = None
 
     def __repr__(self) -> str:
         return f"<StateReader {len(self._buffer)} bytes waiting>"
@@ -103,4 +104,6 @@ class StateReader:
                 return
             body = bytes(self._buffer[_LENGTH.size : end])
             del self._buffer[:end]
-            yield decode_state(body)
+            if self._last is None or self._last[0] != body:
+                self._last = (body, decode_state(body))
+            yield self._last[1]

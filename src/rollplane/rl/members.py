@@ -146,11 +146,15 @@ class Member:
 
     Args:
         stall_s: an engine with work that has not moved for longer takes no further request; None: no such limit.
+        on_enter: called after every arrow of the table that it follows.
     """
 
-    def __init__(self, worker: FleetWorker, *, stall_s: float | None = None) -> None:
+    def __init__(
+        self, worker: FleetWorker, *, stall_s: float | None = None, on_enter: Callable[[], None] = lambda: None
+    ) -> None:
         self.worker = worker
         self.stall_s = stall_s
+        self._on_enter = on_enter
         self.state: MemberState = "joining"
         self.reason: str | None = "not reached yet"
         self.instance: str | None = None
@@ -218,9 +222,11 @@ class Member:
         Raises:
             RollplaneError: there is none.
         """
-        if state != self.state:
-            if state not in TRANSITIONS[self.state]:
-                raise RollplaneError(f"worker {self.url}: no way from {self.state} to {state}")
-            self.state = state
-            self.since = time.monotonic()
-        self.reason = reason
+        if state == self.state:
+            self.reason = reason
+            return
+        if state not in TRANSITIONS[self.state]:
+            raise RollplaneError(f"worker {self.url}: no way from {self.state} to {state}")
+        self.state, self.reason = state, reason
+        self.since = time.monotonic()
+        self._on_enter()

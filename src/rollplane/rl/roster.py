@@ -172,7 +172,7 @@ class Roster:
         """
         if worker.url in self._members:
             raise Conflict(f"worker {worker.url} is a member already")
-        member = Member(worker, stall_s=self.settings.stall_s)
+        member = Member(worker, stall_s=self.settings.stall_s, on_enter=self._tell)
         member.paused_here = worker.url in self.left_paused
         self._members[worker.url] = member
         worker.follow(lambda: self._review(member))
@@ -422,6 +422,7 @@ class Roster:
             self.sequence = VersionSequence(version)
         else:
             self.sequence.advance(version)
+        self._tell()
 
     def _why(self) -> str:
         return "; ".join(repr(member) for member in self._members.values()) or "there are no workers"

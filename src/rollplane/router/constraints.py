@@ -1,25 +1,57 @@
 """Which workers may serve a request at all: version and adapter, held against what each last told. Pure."""
 
-from collections.abc import Mapping, Sequence
-from typing import Literal
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from typing import Final, Literal
 
 import msgspec
 
 from rollplane.errors import PreconditionFailed, RollplaneError, Unavailable
 from rollplane.protocol.request import GenerateRequest
 from rollplane.rl.fleet import Fleet
-from rollplane.router.worker import RoutedWorker
+from rollplane.router.worker import Candidates, RoutedWorker
+
+NARROWED_KEPT: Final = 64
+"""Versions and adapters that requests ask for, of which a lineup remembers who has them."""
+ANY_VERSION: Final = (None, None, None)
+NOT_USED: Final = Unavailable("not used")
+
+
+class Lineup:
+    """A fleet's workers at a moment. `routable`: those that may get a request; `steady`: the circuits of all of these are closed.
+
+    It holds until a worker, the fleet or a circuit tells something new: whoever keeps it makes another then.
+    """
+
+    __slots__ = ("_narrowed", "routable", "steady", "workers")
+
+    def __init__(self, workers: Sequence[RoutedWorker]) -> None:
+        self.workers = workers
+        self.routable = Candidates(worker for worker in workers if worker.member.routable)
+        self.steady = all(worker.circuit.closed for worker in self.routable)
+        self._narrowed: dict[object, Candidates] = {}
+
+    def __repr__(self) -> str:
+        return f"<Lineup {len(self.routable)}/{len(self.workers)} routable{'' if self.steady else ', not all closed'}>"
+
+    def narrowed(self, by: Hashable, choose: Callable[[Sequence[RoutedWorker]], Sequence[RoutedWorker]]) -> Candidates:
+        """Those of the routable workers that `choose` returns of them; asked once for each `by`."""
+        known = self._narrowed.get(by)
+        if known is None:
+            if len(self._narrowed) >= NARROWED_KEPT:
+                self._narrowed.clear()
+            known = self._narrowed[by] = Candidates(choose(self.routable))
+        return known
 
 
 class Fit(msgspec.Struct, frozen=True, kw_only=True):
     """The allowed workers; or none: `wait` because that may change by itself, or `refuse` with the reason."""
 
-    workers: list[RoutedWorker]
+    workers: Sequence[RoutedWorker]
     verdict: Literal["go", "wait", "refuse"]
     error: RollplaneError
 
 
-def fitting(request: GenerateRequest, workers: Sequence[RoutedWorker], fleet: Fleet) -> Fit:
+def fitting(request: GenerateRequest, lineup: Lineup, fleet: Fleet) -> Fit:
     """The workers that satisfy a request now.
 
     A fleet that is held, starting or between versions is waited for; so is, by a request with a deadline, a version that
@@ -29,30 +61,36 @@ def fitting(request: GenerateRequest, workers: Sequence[RoutedWorker], fleet: Fl
         return _wait(f"requests are held for a {fleet.held_for}")
     if request.model is not None and request.model in fleet.changing_adapters:
         return _wait(f"adapter {request.model!r} is being replaced")
-    routable = [worker for worker in workers if worker.member.routable]
-    if not routable:
-        return _none_routable(workers)
-    options = request.options
-    lags = None if options.max_policy_lag is None else {v: fleet.lag(v) for v in {w.version for w in routable}}
-    if options.policy_version is None and options.min_policy_version is None and lags is None:
-        found = routable  # whoever is routable has told its version
-    else:
-        found = [worker for worker in routable if _has_version(request, worker, fleet, lags)]
+    found = lineup.routable  # whoever is routable has told its version
     if not found:
-        return _no_version(request, workers, routable, fleet)
-    if request.model is not None and request.model in fleet.adapter_paths:
+        return _none_routable(lineup.workers)
+    options = request.options
+    wanted = (options.policy_version, options.min_policy_version, options.max_policy_lag)
+    if wanted != ANY_VERSION:
+        found = lineup.narrowed(wanted, lambda routable: _with_version(request, routable, fleet))
+        if not found:
+            return _no_version(request, lineup.workers, lineup.routable, fleet)
+    name = request.model
+    if name is not None and name in fleet.adapter_paths:
         # An adapter nobody here loaded may still be known to a worker, which then answers for itself.
-        with_adapter = [worker for worker in found if worker.has_adapter(request.model)]
-        if not with_adapter:
-            return _wait(f"no routable worker has adapter {request.model!r}")
-        found = with_adapter
-    return Fit(workers=found, verdict="go", error=Unavailable("not used"))
+        having = found
+        found = lineup.narrowed((wanted, name), lambda _: [worker for worker in having if worker.has_adapter(name)])
+        if not found:
+            return _wait(f"no routable worker has adapter {name!r}")
+    return Fit(workers=found, verdict="go", error=NOT_USED)
 
 
 def circuits(workers: Sequence[RoutedWorker]) -> list[RoutedWorker]:
     """The workers whose circuit lets a request through; all of them where none does: the last one is never left out."""
     admitted = [worker for worker in workers if worker.circuit.admits]
     return admitted or list(workers)
+
+
+def _with_version(request: GenerateRequest, routable: Sequence[RoutedWorker], fleet: Fleet) -> list[RoutedWorker]:
+    lags = None
+    if request.options.max_policy_lag is not None:
+        lags = {version: fleet.lag(version) for version in {worker.version for worker in routable}}
+    return [worker for worker in routable if _has_version(request, worker, fleet, lags)]
 
 
 def _has_version(

@@ -38,9 +38,16 @@ class Circuit:
 
     Args:
         clock: monotonic seconds.
+        on_change: called after every change of its state.
     """
 
-    def __init__(self, settings: CircuitSettings | None = None, *, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self,
+        settings: CircuitSettings | None = None,
+        *,
+        clock: Callable[[], float] = time.monotonic,
+        on_change: Callable[[], None] = lambda: None,
+    ) -> None:
         self.settings = settings or CircuitSettings()
         self.faults = 0
         """Faults since the last success."""
@@ -49,6 +56,7 @@ class Circuit:
         self._probing = False
         self._pause_s = self.settings.first_s
         self._clock = clock
+        self._on_change = on_change
 
     def __repr__(self) -> str:
         return f"<Circuit {self.state} {self.faults} faults>"
@@ -59,6 +67,11 @@ class Circuit:
         if self._state == "open" and self._clock() >= self._until:
             self._enter("half_open")
         return self._state
+
+    @property
+    def closed(self) -> bool:
+        """Whether nothing is known against its worker."""
+        return self._state == "closed"
 
     @property
     def admits(self) -> bool:
@@ -107,6 +120,7 @@ class Circuit:
         if state not in TRANSITIONS[self._state]:
             raise RollplaneError(f"no way from a circuit's {self._state} to {state}")
         self._state = state
+        self._on_change()
 
 
 def is_fault(error: RollplaneError) -> bool:

@@ -1,4 +1,4 @@
-"""In which order workers are tried: pure functions of what is known at the moment of choosing."""
+"""Which worker a request is sent to: a pure function of what is known at the moment of choosing."""
 
 import itertools
 from collections.abc import Callable, Iterator, Sequence
@@ -12,10 +12,10 @@ from rollplane.router.worker import RoutedWorker
 
 
 class Policy(Protocol):
-    """Orders workers by preference; the router sends to the first and turns to the next when that one fails."""
+    """Chooses a worker; when that one fails, the router asks again without it."""
 
-    def order(self, request: GenerateRequest, workers: Sequence[RoutedWorker]) -> list[RoutedWorker]:
-        """All of `workers` (at least one, all of them allowed), best first. Decides only; the caller counts."""
+    def choose(self, request: GenerateRequest, workers: Sequence[RoutedWorker]) -> RoutedWorker:
+        """The best of `workers` (at least one, all of them allowed). Decides only; the caller counts."""
         ...
 
     def placed(self, request: GenerateRequest, worker: RoutedWorker) -> int | None:
@@ -68,10 +68,9 @@ class RoundRobin(LoadOnly):
     def __repr__(self) -> str:
         return "<RoundRobin>"
 
-    def order(self, request: GenerateRequest, workers: Sequence[RoutedWorker]) -> list[RoutedWorker]:
-        """See `Policy.order`."""
-        at = next(self._turn) % len(workers)
-        return [*workers[at:], *workers[:at]]
+    def choose(self, request: GenerateRequest, workers: Sequence[RoutedWorker]) -> RoutedWorker:
+        """See `Policy.choose`."""
+        return workers[next(self._turn) % len(workers)]
 
 
 class LeastLoaded(LoadOnly):
@@ -83,10 +82,10 @@ class LeastLoaded(LoadOnly):
     def __repr__(self) -> str:
         return "<LeastLoaded>"
 
-    def order(self, request: GenerateRequest, workers: Sequence[RoutedWorker]) -> list[RoutedWorker]:
-        """See `Policy.order`."""
+    def choose(self, request: GenerateRequest, workers: Sequence[RoutedWorker]) -> RoutedWorker:
+        """See `Policy.choose`."""
         at = next(self._turn) % len(workers)
-        return sorted([*workers[at:], *workers[:at]], key=lambda worker: (worker.load, worker.tokens))
+        return min([*workers[at:], *workers[:at]], key=lambda worker: (worker.load, worker.tokens))
 
 
 POLICIES: Final[dict[str, Callable[[], Policy]]] = {

@@ -7,7 +7,7 @@ each sequence it runs. A worker that is slower per token than the others counts 
 """
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Final
 
 import msgspec
@@ -20,7 +20,7 @@ from rollplane.protocol.state import WorkerState
 from rollplane.router.known_keys import KnownKeys
 from rollplane.router.pace import slowdowns
 from rollplane.router.prefix_index import CAPACITY_BLOCKS, PREDICTED_S, PrefixIndex
-from rollplane.router.worker import RoutedWorker
+from rollplane.router.worker import Candidates, RoutedWorker
 
 log = structlog.get_logger("rollplane.router")
 
@@ -78,6 +78,32 @@ class _Seen:
         self.told = state.health.running + state.health.waiting
 
 
+class _Board:
+    """What a choice reads of some workers, by their place among them.
+
+    Args:
+        seens: what each told last.
+    """
+
+    __slots__ = ("adapters", "least_slots", "place", "scopes", "slots", "told", "workers")
+
+    def __init__(self, workers: Sequence[RoutedWorker], seens: Sequence[_Seen]) -> None:
+        self.workers = workers
+        self.place = {seen.url: at for at, seen in enumerate(seens)}
+        self.told = [seen.told for seen in seens]
+        self.slots = [seen.slots for seen in seens]
+        self.least_slots = min(self.slots)
+        self.adapters = {name for seen in seens for name in seen.adapters}
+        self.scopes: dict[str | None, dict[_Scope, set[str]]] = {}
+
+    def loads(self) -> list[float]:
+        """Sequences in flight of each: ours at once, others' as it told."""
+        return [
+            ours if (ours := worker.sequences) > told else told
+            for worker, told in zip(self.workers, self.told, strict=True)
+        ]
+
+
 _Scope = tuple[str | None, str | None]
 """What keys depend on beside tokens: what scopes the salt, and the adapter's engine-side name."""
 
@@ -107,6 +133,7 @@ class PrefixAware:
         """Made when the first worker with a block cache is seen, with its block size."""
         self._clock = clock
         self._seen: dict[RoutedWorker, _Seen] = {}
+        self._board: _Board | None = None
         self._sessions = _Recent()
         self._groups = _Recent()
         self._prompt: _Prompt | None = None
@@ -120,43 +147,47 @@ class PrefixAware:
     def __repr__(self) -> str:
         return f"<PrefixAware {self.index!r}, {len(self._sessions)} sessions, {len(self._groups)} groups>"
 
-    def order(self, request: GenerateRequest, workers: Sequence[RoutedWorker]) -> list[RoutedWorker]:
-        """See `Policy.order`."""
+    def choose(self, request: GenerateRequest, workers: Sequence[RoutedWorker]) -> RoutedWorker:
+        """See `Policy.choose`."""
         options, settings = request.options, self.settings
         prompt = self._prompt = _Prompt(request)
-        prompt_tokens, sequences = request.prompt_tokens, request.sampling.choices
-        seens, loads = self._looks(workers)
-        slack = max(min(settings.load_slack, min([seen.slots for seen in seens]) // 8), sequences)
-        mean = (sum(loads) + sequences) / len(workers)
+        sequences = request.sampling.choices
+        board = self._looked_at(workers)
+        place, loads = board.place, self._loads(board)
+        slack = max(min(settings.load_slack, board.least_slots // 8), sequences)
+        mean = (sum(loads) + sequences) / len(loads)
         cap = max(mean * settings.load_factor, mean + slack) - sequences
-        index = self.index
-        cached = self._cached(index, prompt, seens) if index is not None and _reads_cache(request) else {}
         left = self._left
-        if left and all(seen.url in left for seen in seens):
+        if left and left.issuperset(place):
             left = set()  # there is none to leave for
-        if left:
-            cached = {url: tokens for url, tokens in cached.items() if url not in left}
-        pending = {} if index is None else index.pending_tokens()
-        per_pending, per_sequence, per_slot = settings.pending_share, settings.sequence_tokens, settings.slot_tokens
-        costs = [
-            prompt_tokens
-            - cached.get(seen.url, 0)
-            + per_pending * pending.get(seen.url, 0)
-            + per_sequence * load
-            + (per_slot * over if (over := load + sequences - seen.slots) > 0 else 0.0)
-            for seen, load in zip(seens, loads, strict=True)
-        ]
+        # What a choice would cost, but for what it would cost everywhere: the prompt.
+        per_sequence, per_slot, index = settings.sequence_tokens, settings.slot_tokens, self.index
+        costs = [per_sequence * load for load in loads]
+        if index is not None:
+            if _reads_cache(request):
+                for url, tokens in self._cached(index, prompt, board):
+                    if url not in left:
+                        costs[place[url]] -= tokens
+            for url, tokens in index.pending_tokens().items():
+                if (at := place.get(url)) is not None:
+                    costs[at] += settings.pending_share * tokens
+        most = max(loads)
+        if most + sequences > board.least_slots:
+            for at, (load, slots) in enumerate(zip(loads, board.slots, strict=True)):
+                if load + sequences > slots:
+                    costs[at] += per_slot * (load + sequences - slots)
         group, session = self._groups.get(options.group_id), self._sessions.get(options.session_id)
-        if group not in left:
-            self._prefer(costs, seens, group, by=per_sequence * slack)
-        if session not in left:
-            self._prefer(costs, seens, session, by=float("inf"))
-        # Over the cap by load only, under it by cost; among equals one after the other.
-        ranks = [cost if load <= cap else OVER_THE_CAP + load for load, cost in zip(loads, costs, strict=True)]
-        self._turn = first = (self._turn + 1) % len(workers)
-        best_first = [*range(first, len(workers)), *range(first)]
-        best_first.sort(key=ranks.__getitem__)
-        return [workers[at] for at in best_first]
+        if group in place and group not in left:
+            costs[place[group]] -= per_sequence * slack
+        if session in place and session not in left:
+            costs[place[session]] = float("-inf")
+        if most > cap:
+            # Over the cap by load only, under it by cost.
+            costs = [cost if load <= cap else OVER_THE_CAP + load for load, cost in zip(loads, costs, strict=True)]
+        # Among equals one after the other.
+        self._turn = first = (self._turn + 1) % len(costs)
+        least = min(costs)
+        return workers[costs.index(least, first) if least in costs[first:] else costs.index(least)]
 
     def placed(self, request: GenerateRequest, worker: RoutedWorker) -> int | None:
         """See `Policy.placed`: the worker will have this prompt, its group and its session."""
@@ -198,6 +229,7 @@ class PrefixAware:
     def forget(self, worker: RoutedWorker) -> None:
         """See `Policy.forget`."""
         self._seen.pop(worker, None)
+        self._board = None
         if self._slowdowns.pop(worker, 1.0) >= LEAVES_AT:
             self._left.discard(worker.url)
         if self.index is not None:
@@ -242,30 +274,27 @@ class PrefixAware:
     def _scope(request: GenerateRequest, seen: _Seen) -> _Scope:
         return seen.salt_scope, seen.adapters.get(request.model) if request.model is not None else None
 
-    def _cached(self, index: PrefixIndex, prompt: _Prompt, seens: Sequence[_Seen]) -> dict[str, int]:
-        """Prompt tokens that each worker would read from its cache; workers without any are left out."""
+    def _cached(self, index: PrefixIndex, prompt: _Prompt, board: _Board) -> Iterator[tuple[str, int]]:
+        """Prompt tokens that workers would read from their caches; of those that have any."""
         request = prompt.request
         usable, size = _usable(request, index), index.block_tokens
-        if request.model is None and len(scopes := {seen.salt_scope for seen in seens if seen.comparable}) == 1:
-            depths = self._keys(index, prompt, (scopes.pop(), None))[1]
-            return {url: min(depth, usable) * size for url, depth in depths.items()}
-        by_version: dict[_Scope, list[_Seen]] = {}
-        for seen in seens:
-            if seen.comparable:
-                by_version.setdefault(self._scope(request, seen), []).append(seen)
-        found: dict[str, int] = {}
-        for scope, those in by_version.items():
+        for scope, members in self._scopes(request, board).items():
             depths = self._keys(index, prompt, scope)[1]
-            if depths:
-                found |= {seen.url: min(depths.get(seen.url, 0), usable) * size for seen in those}
-        return found
+            for url, depth in depths.items():
+                if url in members:
+                    yield url, min(depth, usable) * size
 
-    @staticmethod
-    def _prefer(costs: list[float], seens: Sequence[_Seen], url: str | None, *, by: float) -> None:
-        if url is not None:
-            for at, seen in enumerate(seens):
-                if seen.url == url:
-                    costs[at] -= by
+    def _scopes(self, request: GenerateRequest, board: _Board) -> dict[_Scope, set[str]]:
+        """The workers whose caches can be compared, by what their keys of a request depend on."""
+        name = request.model if request.model in board.adapters else None
+        known = board.scopes.get(name)
+        if known is None:
+            known = board.scopes[name] = {}
+            for worker in board.workers:
+                seen = self._look(worker)
+                if seen.comparable:
+                    known.setdefault(self._scope(request, seen), set()).add(worker.url)
+        return known
 
     def _keys(self, index: PrefixIndex, prompt: _Prompt, scope: _Scope) -> tuple[list[int], dict[str, int]]:
         """The prompt's keys in a scope, and how many leading ones each worker has."""
@@ -289,28 +318,25 @@ class PrefixAware:
 
     # -- load ------------------------------------------------------------------------------------------------------
 
-    def _looks(self, workers: Sequence[RoutedWorker]) -> tuple[list[_Seen], list[float]]:
-        """What every worker told last, and its sequences in flight: ours at once, others' as it told, and counted as more
-        where it is slower than the others.
-        """
+    def _looked_at(self, workers: Sequence[RoutedWorker]) -> _Board:
+        """What the workers told last; looked at anew unless they are known to have told nothing since."""
+        board = self._board
+        if board is None or board.workers is not workers or not isinstance(workers, Candidates):
+            board = self._board = _Board(workers, [self._look(worker) for worker in workers])
+        return board
+
+    def _loads(self, board: _Board) -> list[float]:
+        """Sequences in flight of each worker, counted as more where it is slower than the others."""
         now = self._clock()
         if now >= self._slowdowns_until:
-            self._slowdowns = slowdowns(workers, now=now)
+            self._slowdowns = slowdowns(board.workers, now=now)
             self._slowdowns_until = now + SLOWDOWNS_EVERY_S
             self._left = {worker.url for worker, by in self._slowdowns.items() if by >= LEAVES_AT}
-        known, slow = self._seen, self._slowdowns
-        seens: list[_Seen] = []
-        loads: list[float] = []
-        for worker in workers:
-            seen = known.get(worker)
-            if seen is None or seen.state is not worker.member.worker.state:
-                seen = self._look(worker)
-            ours, told = worker.sequences, seen.told
-            seens.append(seen)
-            loads.append(ours if ours > told else told)
-        if slow:
-            loads = [load * slow.get(worker, 1.0) for worker, load in zip(workers, loads, strict=True)]
-        return seens, loads
+        loads = board.loads()
+        for worker, by in self._slowdowns.items():
+            if (at := board.place.get(worker.url)) is not None:
+                loads[at] *= by
+        return loads
 
 
 class _Recent:

@@ -96,6 +96,8 @@ class PrefixIndex:
         self._old: dict[int, int] = {}
         self._rotate_at = clock() + predicted_s
         self._blocks = 0
+        self._awaited: dict[str, None] = {}
+        """The workers that may have blocks to report."""
         self._orphans = 0
         self._evicted = 0
         self._stale = 0
@@ -234,6 +236,7 @@ class PrefixIndex:
         if depth and old.get(keys[depth - 1], 0) & bit:
             depth = 0
         tail = keys[depth:] if depth else keys
+        self._awaited[worker] = None
         if tail and not any(tail[0] in known for known in (new, reported, old)):
             # Nobody has the first, so nobody can use the others: whatever is left of them may be written over.
             for key in tail:
@@ -266,9 +269,18 @@ class PrefixIndex:
             self._evict()
 
     def pending_tokens(self) -> dict[str, int]:
-        """Per worker, prompt tokens routed to it whose blocks it has not reported: roughly what it still computes."""
-        size = self.block_tokens
-        return {name: (holder.pending_new + holder.pending_old) * size for name, holder in self._holders.items()}
+        """Prompt tokens routed to a worker whose blocks it has not reported: roughly what it still computes. By worker, without
+        those that have none.
+        """
+        size, found = self.block_tokens, {}
+        for name in list(self._awaited):
+            holder = self._holders.get(name)
+            blocks = 0 if holder is None else holder.pending_new + holder.pending_old
+            if blocks:
+                found[name] = blocks * size
+            else:
+                del self._awaited[name]
+        return found
 
     # -- events ----------------------------------------------------------------------------------------------------
 

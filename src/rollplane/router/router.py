@@ -31,11 +31,11 @@ from rollplane.protocol.info import EngineHealth, EngineInfo
 from rollplane.protocol.rendered import RenderBody, Rendered
 from rollplane.protocol.request import GenerateRequest, RequestHead
 from rollplane.rl.fleet import Fleet
-from rollplane.rl.members import FleetWorker
+from rollplane.rl.members import FleetWorker, Member
 from rollplane.rl.remote import RemoteWorker
 from rollplane.router.addressing import addressed
 from rollplane.router.cache_followers import CacheFollowers
-from rollplane.router.constraints import circuits, fitting
+from rollplane.router.constraints import Lineup, circuits, fitting
 from rollplane.router.course import Course, Sending
 from rollplane.router.fair_queue import FairQueue, QueueSettings
 from rollplane.router.health import Circuit, CircuitSettings, is_fault, may_move
@@ -108,6 +108,9 @@ class Router:
         self._turns = PrefillTurns(self.prefill, self.policy)
         self._caches = CacheFollowers(self.policy, on_learn=self._turns.learned)
         self._workers: dict[str, RoutedWorker] = {}
+        self._lineup: Lineup | None = None
+        self._lineup_at: asyncio.Event | None = None
+        """`Fleet.changed` of that time."""
         self._placed: dict[str, Placement] = {}
         self.unknowing = Unknowing()
         self._live = LiveRequests(RoutedRequests(self))
@@ -142,19 +145,35 @@ class Router:
     @property
     def workers(self) -> list[RoutedWorker]:
         """The record of every member, in the fleet's order; those of members that are gone are let go."""
+        return list(self._present().workers)
+
+    def _present(self) -> Lineup:
+        """The workers as they are now; the same until the fleet, a worker or a circuit told something."""
+        changed = self.fleet.changed
+        if self._lineup is None or self._lineup_at is not changed:
+            self._lineup, self._lineup_at = Lineup(self._records()), changed
+        return self._lineup
+
+    def _circuit_changed(self) -> None:
+        self._lineup = None
+
+    def _records(self) -> list[RoutedWorker]:
         members = self.fleet.members
         for member in members:
             known = self._workers.get(member.url)
             if known is None or known.member is not member:
                 if known is not None:
                     self._caches.leave(known)
-                self._workers[member.url] = RoutedWorker(member, circuit=Circuit(self.settings.circuit))
+                self._workers[member.url] = self._record(member)
                 self._caches.join(self._workers[member.url])
         if len(self._workers) > len(members):
             urls = {member.url for member in members}
             for url in [url for url in self._workers if url not in urls]:
                 self._caches.leave(self._workers.pop(url))
         return [self._workers[member.url] for member in members]
+
+    def _record(self, member: Member) -> RoutedWorker:
+        return RoutedWorker(member, circuit=Circuit(self.settings.circuit, on_change=self._circuit_changed))
 
     async def start(self) -> None:
         """Follow discovery; workers join as they are reached, and requests wait for them."""
@@ -461,16 +480,17 @@ class Router:
             if placement.aborted:
                 return None
             changed = self.fleet.changed
-            fit = fitting(request, self.workers, self.fleet)
+            lineup = self._present()
+            fit = fitting(request, lineup, self.fleet)
             if fit.verdict == "go":
-                fresh = [worker for worker in fit.workers if worker not in avoid]
+                fresh = [worker for worker in fit.workers if worker not in avoid] if avoid else fit.workers
                 if not fresh and self._looks:
                     # Only workers that have just failed are left: what the looks at them say decides.
                     await asyncio.wait(self._looks, timeout=min(RECHECK_S, max(limit - time.monotonic(), 0)))
                     avoid.clear()
                     continue
-                candidates = circuits(fresh or fit.workers)
-                return self.policy.order(request, candidates)[0]
+                able = fresh or fit.workers
+                return self.policy.choose(request, able if lineup.steady else circuits(able))
             if fit.verdict == "refuse":
                 raise fit.error
             left = limit - time.monotonic()

@@ -55,3 +55,9 @@ class RoutedWorker:
         """Whether a generation of the adapter takes requests there."""
         heard = self.member.worker.state
         return heard is not None and any(a.name == name and a.state == "ready" for a in heard.adapters)
+
+
+class Candidates(tuple[RoutedWorker, ...]):
+    """Workers that may serve a request, of a moment: the same object again says that none of them has told anything since."""
+
+    __slots__ = ()

@@ -22,6 +22,13 @@ def test_a_state_reads_back_whole_and_in_pieces() -> None:
     assert repr(reader) == "<StateReader 0 bytes waiting>"
 
 
+def test_a_heartbeat_that_says_what_the_one_before_said_is_the_same_state() -> None:
+    reader, other = StateReader(), msgspec.structs.replace(STATE, policy_version="v2")
+    first, again, news, back = reader.feed(b"".join(map(encode_state_frame, (STATE, STATE, other, STATE))))
+    assert again is first
+    assert (news, back) == (other, STATE)
+
+
 @pytest.mark.parametrize("wire", [None, 2])
 def test_another_wire_version_is_named_before_anything_else_is_read(wire: int | None) -> None:
     tree = msgspec.msgpack.decode(encode_state(STATE)) | {"wire": wire, "health": "of a later form"}

@@ -8,7 +8,7 @@ from tests.unit.rl.local_workers import LocalWorker
 
 from rollplane.errors import PreconditionFailed
 from rollplane.rl.fleet import Fleet
-from rollplane.router.constraints import Fit, fitting
+from rollplane.router.constraints import Fit, Lineup, fitting
 from rollplane.router.worker import RoutedWorker
 from rollplane.testing.requests import make_request
 
@@ -36,7 +36,7 @@ async def move(worker: LocalWorker, version: str) -> None:
 
 
 def fit(fleet: Fleet, **options: Any) -> Fit:
-    return fitting(make_request(options=options), [RoutedWorker(member) for member in fleet.members], fleet)
+    return fitting(make_request(options=options), Lineup([RoutedWorker(member) for member in fleet.members]), fleet)
 
 
 def urls(found: Fit) -> list[str]:

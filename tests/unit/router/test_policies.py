@@ -16,22 +16,23 @@ def workers() -> list[RoutedWorker]:
 
 def test_round_robin_starts_one_further_each_time(workers: list[RoutedWorker]) -> None:
     policy = RoundRobin()
-    orders = [[worker.url[-1] for worker in policy.order(make_request(), workers)] for _ in range(4)]
-    assert orders == [["0", "1", "2"], ["1", "2", "0"], ["2", "0", "1"], ["0", "1", "2"]]
+    chosen = [policy.choose(make_request(), workers).url[-1] for _ in range(4)]
+    assert chosen == ["0", "1", "2", "0"]
 
 
 def test_least_loaded_prefers_few_sequences_then_few_tokens(workers: list[RoutedWorker]) -> None:
     workers[0].place(sequences=1, tokens=10)
     workers[1].place(sequences=1, tokens=9)
     workers[2].place(sequences=2, tokens=1)
-    order = LeastLoaded().order(make_request(), workers)
-    assert [worker.url[-1] for worker in order] == ["1", "0", "2"]
+    assert LeastLoaded().choose(make_request(), workers) is workers[1]
+    workers[1].place(sequences=2, tokens=0)
+    assert LeastLoaded().choose(make_request(), workers) is workers[0]
 
 
 def test_a_burst_spreads_because_each_placement_counts_at_once(workers: list[RoutedWorker]) -> None:
     policy = LeastLoaded()
     for _ in range(9):
-        policy.order(make_request(), workers)[0].place(sequences=1, tokens=3)
+        policy.choose(make_request(), workers).place(sequences=1, tokens=3)
     assert [worker.sequences for worker in workers] == [3, 3, 3]
 
 

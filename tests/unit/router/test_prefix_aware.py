@@ -32,7 +32,7 @@ def prompt(seed: int, tokens: int = 8192) -> np.ndarray[Any, Any]:
 
 
 def place(policy: PrefixAware, request: GenerateRequest, workers: list[RoutedWorker]) -> RoutedWorker:
-    worker = policy.order(request, workers)[0]
+    worker = policy.choose(request, workers)
     worker.place(sequences=request.sampling.choices, tokens=request.prompt_tokens)
     policy.placed(request, worker)
     return worker
@@ -128,9 +128,9 @@ async def test_a_slow_worker_keeps_its_cache_where_there_is_none_to_leave_for() 
             worker.pace.add(pace_s, tokens=100, now=policy._clock())
     slow = workers[4]
     for asked in (workers, workers[3:]):
-        policy.order(make_request(prompt(0)), asked)
+        policy.choose(make_request(prompt(0)), asked)
         policy.placed(make_request(prompt(0)), slow)
-        assert (policy.order(make_request(prompt(0)), asked)[0] is slow) == (asked is not workers)
+        assert (policy.choose(make_request(prompt(0)), asked) is slow) == (asked is not workers)
 
 
 async def test_a_new_generation_or_process_is_noticed_at_the_next_choice_whatever_the_events_say() -> None:
@@ -139,7 +139,7 @@ async def test_a_new_generation_or_process_is_noticed_at_the_next_choice_whateve
     tokens = prompt(0)
     warm = place(policy, make_request(tokens), workers)
     warm.release(sequences=1, tokens=8192)
-    assert policy.order(make_request(tokens), workers)[0] is warm
+    assert policy.choose(make_request(tokens), workers) is warm
     assert policy.placed(make_request(tokens), warm) == 8176
     local = warm.member.worker
     assert isinstance(local, LocalWorker)
@@ -158,7 +158,7 @@ async def test_salts_adapters_and_versions_are_other_prefixes() -> None:
     def expected(request: GenerateRequest) -> int | None:
         return policy.placed(request, workers[0])
 
-    policy.order(make_request(tokens), workers)
+    policy.choose(make_request(tokens), workers)
     assert expected(make_request(tokens)) == 0
     assert expected(make_request(tokens)) == 1008
     assert expected(make_request(tokens, fields={"cache_salt": "s"})) == 0
@@ -183,10 +183,10 @@ async def test_a_worker_with_another_block_size_is_placed_by_load_only() -> None
     workers[1].member.worker.url = "http://other"  # type: ignore[misc]
     policy = PrefixAware()
     tokens = prompt(0, 1024)
-    policy.order(make_request(tokens), workers)
+    policy.choose(make_request(tokens), workers)
     assert policy.placed(make_request(tokens), workers[1]) is None
     assert policy.placed(make_request(tokens), workers[0]) == 0
-    assert policy.order(make_request(tokens), workers)[0] is workers[0]
+    assert policy.choose(make_request(tokens), workers) is workers[0]
 
 
 async def test_workers_without_a_block_cache_are_placed_by_load() -> None:

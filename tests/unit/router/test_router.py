@@ -58,6 +58,27 @@ async def test_a_router_is_an_engine_and_says_where_it_stands() -> None:
         assert (health.alive, health.state, health.counters) == (True, "ready", {"workers": 2, "held": 0})
 
 
+async def test_who_may_serve_is_looked_up_again_after_anything_was_told() -> None:
+    async with router_of(MockSettings(), MockSettings()) as (router, workers):
+        before = router._present()
+        assert router._present() is before
+        assert (len(before.routable), before.steady) == (2, True)
+        for _ in range(3):
+            router.workers[0].circuit.failed()
+        assert (len(router._present().routable), router._present().steady) == (2, False)
+        router.workers[0].circuit.succeeded()
+        assert router._present().steady
+        for change in (
+            workers[1].cut,
+            lambda: router.fleet.members[0].enter("updating"),
+            lambda: router.fleet.remove("http://w1"),
+        ):
+            before = router._present()
+            change()
+            assert router._present() is not before
+        assert repr(router._present()) == "<Lineup 0/1 routable>"
+
+
 async def test_the_answer_folds_and_names_its_attempt() -> None:
     async with router_of(MockSettings()) as (router, _):
         response = await answer(router, make_request(max_tokens=5, logprobs=0))
