@@ -35,6 +35,12 @@ _json = msgspec.json.Encoder()
 RoutesForm = Encoding | Literal["nested"]
 """How an answer writes routed experts: as a request may ask, or `nested`, SkyRL's JSON lists [rows, layers, top_k]."""
 _NULL: Final = msgspec.Raw(b"null")
+_ENTRY: Final = b'{"token":"token_id:'
+_LOGPROB: Final = b'","logprob":'
+_TOP: Final = b',"bytes":null,"top_logprobs":['
+_END: Final = b',"bytes":null}'
+_NEXT: Final = b"]}," + _ENTRY
+"""The fixed text of `logprobs`, in its order: a sampled token, its alternatives (which begin as it does), the next token."""
 BLOCK_NUMBERS: Final = 2048
 """Numbers written in one go where an answer is made of pieces: a fraction of a millisecond."""
 
@@ -97,10 +103,12 @@ def _tree(response: GenerateResponse, *, routes: RoutesForm, holes: Holes | None
 
 def choice_tree(choice: Choice, *, routes: RoutesForm = "structured", holes: Holes | None = None) -> dict[str, Any]:
     """The JSON tree of one finished choice; big parts are raw bytes already, or (with `holes`) marks of pieces."""
+    ids = ids_raw(choice.token_ids, holes)
+    text = bytes(ids) if choice.token_ids.size <= BLOCK_NUMBERS else None
     tree: dict[str, Any] = {
         "index": choice.index,
-        "token_ids": ids_raw(choice.token_ids, holes),
-        "logprobs": logprobs_raw(choice.token_ids, choice.logprobs, holes),
+        "token_ids": ids,
+        "logprobs": logprobs_raw(choice.token_ids, choice.logprobs, holes, text=text),
         "finish_reason": choice.finish_reason,
         "stop_reason": choice.stop_reason,
         "sampling_mask": mask_raw(choice.sampling_mask, holes),
@@ -185,9 +193,17 @@ def mask_raw(mask: SamplingMask | None, holes: Holes | None = None) -> msgspec.R
 
 
 def logprobs_raw(
-    token_ids: np.ndarray[Any, Any], logprobs: TokenLogprobs | None, holes: Holes | None = None
+    token_ids: np.ndarray[Any, Any],
+    logprobs: TokenLogprobs | None,
+    holes: Holes | None = None,
+    *,
+    text: bytes | None = None,
 ) -> msgspec.Raw:
-    """`{"content": [{token, logprob, bytes, top_logprobs}, ...]}`, or null where logprobs were not asked for."""
+    """`{"content": [{token, logprob, bytes, top_logprobs}, ...]}`, or null where logprobs were not asked for.
+
+    Args:
+        text: the ids as a JSON array, where it is written already.
+    """
     if logprobs is None:
         return _NULL
     rows = token_ids.size
@@ -195,7 +211,7 @@ def logprobs_raw(
         return msgspec.Raw(b'{"content":[]}')
     numbers = rows if logprobs.alternatives is None else rows + logprobs.alternatives.ids.size
     if holes is None or numbers <= BLOCK_NUMBERS:
-        return msgspec.Raw(b'{"content":[' + _entries(token_ids, logprobs) + b"]}")
+        return msgspec.Raw(b'{"content":[' + _entries(token_ids, logprobs, text=text) + b"]}")
 
     def write(a: int, b: int) -> bytes:
         return _entries(token_ids[a:b], logprobs.rows(a, b))
@@ -212,65 +228,50 @@ def _quoted(mark: bytes) -> msgspec.Raw:
     return msgspec.Raw(b'"' + mark + b'"')
 
 
-def _entries(token_ids: np.ndarray[Any, Any], logprobs: TokenLogprobs) -> bytes:
-    """The objects of one or more tokens, a comma between two."""
-    ids = _cells(token_ids)
+def _entries(token_ids: np.ndarray[Any, Any], logprobs: TokenLogprobs, *, text: bytes | None = None) -> bytes:
+    """The objects of one or more tokens, a comma between two.
+
+    Args:
+        text: the ids as a JSON array, where it is written already.
+    """
+    ids = _cells(token_ids) if text is None else text[1:-1].split(b",")
     values = _cells(logprobs.values)
-    return b"".join(
-        _woven(
-            [
-                b'{"token":"token_id:',
-                ids,
-                b'","logprob":',
-                values,
-                b',"bytes":null,"top_logprobs":[',
-                *_top_parts(token_ids, ids, logprobs, values),
-                b"]},",
-            ],
-            count=len(ids),
-        )
-    )
+    return _ENTRY + b"".join(_woven([ids, _LOGPROB, values, *_top_parts(token_ids, ids, logprobs, values)]))
 
 
 def _top_parts(
     token_ids: np.ndarray[Any, Any], ids: list[bytes], logprobs: TokenLogprobs, values: list[bytes]
 ) -> list[bytes | list[bytes]]:
-    """What stands between the brackets of `top_logprobs`, as parts to weave.
+    """What stands between the log-probability of one token and the id of the next, as parts to weave.
 
     Rows of one width, as engines make them, are woven column by column. The one column that repeats the sampled tokens
     (`logprobs: 1`) takes the cells that are written already.
     """
     top = logprobs.alternatives
     if top is None:
-        return []
+        return [_TOP + _NEXT]
     width = 1
     if is_one_each(top.offsets):
         if top.ids.tobytes() == token_ids.tobytes() and top.values.tobytes() == logprobs.values.tobytes():
-            return [b'{"token":"token_id:', ids, b'","logprob":', values, b',"bytes":null}']
+            return [_TOP + _ENTRY, ids, _LOGPROB, values, _END + _NEXT]
     else:
         widths = np.diff(top.offsets)
         width = int(widths[0])
         if not (widths == width).all():
-            return [_top_cells(top)]
+            return [_TOP, _top_cells(top), _NEXT]
+        if width == 0:
+            return [_TOP + _NEXT]
     top_ids, top_values = _cells(top.ids), _cells(top.values)
     parts: list[bytes | list[bytes]] = []
     for i in range(width):
-        parts += [
-            b',{"token":"token_id:' if i else b'{"token":"token_id:',
-            top_ids[i::width],
-            b'","logprob":',
-            top_values[i::width],
-            b',"bytes":null}',
-        ]
-    return parts
+        before = _END + b"," if i else _TOP
+        parts += [before + _ENTRY, top_ids[i::width], _LOGPROB, top_values[i::width]]
+    return [*parts, _END + _NEXT]
 
 
 def _top_cells(alternatives: Alternatives) -> list[bytes]:
     ids, values = _cells(alternatives.ids), _cells(alternatives.values)
-    cells = [
-        b'{"token":"token_id:' + token + b'","logprob":' + value + b',"bytes":null}'
-        for token, value in zip(ids, values, strict=True)
-    ]
+    cells = [_ENTRY + token + _LOGPROB + value + _END for token, value in zip(ids, values, strict=True)]
     return [b",".join(cells[a:b]) for a, b in itertools.pairwise(alternatives.offsets.tolist())]
 
 
@@ -314,11 +315,12 @@ def _cells(array: np.ndarray[Any, Any]) -> list[bytes]:
     return _json.encode(array.tolist())[1:-1].split(b",") if array.size else []
 
 
-def _woven(parts: list[bytes | list[bytes]], *, count: int) -> list[bytes]:
-    """`count` records of fixed text and cells, woven by slice assignment; the last record's comma is cut off."""
-    width = len(parts)
-    out: list[bytes] = [b""] * (count * width)
+def _woven(parts: list[bytes | list[bytes]]) -> list[bytes]:
+    """As many records of cells and fixed text as the first part has cells; what begins the next record is cut off the last."""
+    width, count = len(parts), len(parts[0])
+    out = [b"" if isinstance(part, list) else part for part in parts] * count
     for i, part in enumerate(parts):
-        out[i::width] = part if isinstance(part, list) else [part] * count
-    out[-1] = out[-1][:-1]
+        if isinstance(part, list):
+            out[i::width] = part
+    out[-1] = out[-1].removesuffix(b"," + _ENTRY)
     return out
