@@ -37,14 +37,18 @@ class FoldPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Open:
-    """One choice while it grows."""
+    """The deltas of one choice while it grows."""
 
-    __slots__ = ("end", "ids", "logprobs")
+    __slots__ = ("ids", "logprobs")
 
     def __init__(self) -> None:
         self.ids: list[Int32Array] = []
         self.logprobs: list[TokenLogprobs] = []
-        self.end: ChoiceEvent | None = None
+
+    def add(self, ids: Int32Array, logprobs: TokenLogprobs | None) -> None:
+        self.ids.append(ids)
+        if logprobs is not None:
+            self.logprobs.append(logprobs)
 
 
 class Fold:
@@ -52,8 +56,9 @@ class Fold:
 
     def __init__(self, plan: FoldPlan) -> None:
         self.plan = plan
-        self._choices: dict[int, _Open] = {}
+        self._open: dict[int, _Open] = {}
         self._done: dict[int, Choice] = {}
+        self._tokens = 0
         self._prompt: PromptEvent | None = None
         self._end: EndEvent | None = None
 
@@ -63,7 +68,7 @@ class Fold:
     @property
     def completion_tokens(self) -> int:
         """Tokens so far, over all choices."""
-        return sum(int(ids.size) for choice in self._choices.values() for ids in choice.ids)
+        return self._tokens
 
     @property
     def prompt(self) -> PromptEvent | None:
@@ -99,43 +104,51 @@ class Fold:
             return None
         if not isinstance(event, EndEvent):
             raise EngineProtocolError(f"{type(event).__name__} is no event of a request")
-        missing = [i for i in range(self.plan.choices) if i not in self._done]
-        if missing:
+        choices = self.plan.choices
+        if len(self._done) < choices:
+            missing = [i for i in range(choices) if i not in self._done]
             raise EngineProtocolError(f"the request ended without a terminal event for the choices {missing}")
-        lacking = [i for i, choice in sorted(self._done.items()) if choice.routed_experts is None]
-        if 0 < len(lacking) < self.plan.choices:
-            raise EngineProtocolError(f"choices {lacking} lack routed experts, the others have them")
+        if choices > 1:
+            lacking = [i for i, choice in sorted(self._done.items()) if choice.routed_experts is None]
+            if 0 < len(lacking) < choices:
+                raise EngineProtocolError(f"choices {lacking} lack routed experts, the others have them")
         self._end = event
         return None
 
     def _add_choice(self, event: ChoiceEvent) -> Choice | None:
-        index = event.index
-        if not 0 <= index < self.plan.choices:
-            raise EngineProtocolError(f"choice {index} of a request for {self.plan.choices}")
+        index, plan, ids, logprobs = event.index, self.plan, event.token_ids, event.logprobs
+        if not 0 <= index < plan.choices:
+            raise EngineProtocolError(f"choice {index} of a request for {plan.choices}")
         if index in self._done:
             raise EngineProtocolError(f"choice {index} has an event after its terminal one")
-        choice = self._choices.setdefault(index, _Open())
-        if event.finish_reason is None or choice.ids:  # one that comes whole is checked as a whole
-            check_token_ids(event.token_ids, where=f"choice {index}")
-        if event.logprobs is not None and event.logprobs.values.shape != event.token_ids.shape:
-            raise EngineProtocolError(
-                f"choice {index}: {event.logprobs.values.size} logprobs for {event.token_ids.size} tokens"
-            )
-        if self.plan.logprobs and event.logprobs is None and event.token_ids.size:
-            raise EngineProtocolError(f"choice {index}: {event.token_ids.size} tokens without logprobs")
-        choice.ids.append(event.token_ids)
-        if event.logprobs is not None:
-            choice.logprobs.append(event.logprobs)
+        deltas = self._open.get(index)
+        if event.finish_reason is None or deltas is not None:  # one that comes whole is checked as a whole
+            check_token_ids(ids, where=f"choice {index}")
+        size = int(ids.size)
+        if logprobs is not None and logprobs.values.shape != ids.shape:
+            raise EngineProtocolError(f"choice {index}: {logprobs.values.size} logprobs for {size} tokens")
+        if plan.logprobs and logprobs is None and size:
+            raise EngineProtocolError(f"choice {index}: {size} tokens without logprobs")
+        self._tokens += size
         if event.finish_reason is None:
             if event.routed_experts is not None or event.sampling_mask is not None or event.policy_versions:
                 raise EngineProtocolError(f"choice {index}: a side channel before the terminal event")
+            if deltas is None:
+                deltas = self._open[index] = _Open()
+            deltas.add(ids, logprobs)
             return None
-        choice.end = event
+        if deltas is not None:
+            deltas.add(ids, logprobs)
+            ids = concat_ids(deltas.ids)
+            logprobs = concat_logprobs(deltas.logprobs) if plan.logprobs else None
+        elif not size:
+            ids = concat_ids([])
+            logprobs = logprobs if logprobs is not None else concat_logprobs([])
         folded = Choice(
             index=index,
-            token_ids=concat_ids(choice.ids),
+            token_ids=ids,
             finish_reason=event.finish_reason,
-            logprobs=concat_logprobs(choice.logprobs) if self.plan.logprobs else None,
+            logprobs=logprobs if plan.logprobs else None,
             stop_reason=event.stop_reason,
             routed_experts=event.routed_experts,
             sampling_mask=event.sampling_mask,
@@ -144,15 +157,15 @@ class Fold:
         check_choice(
             folded,
             prompt_tokens=self.prompt_tokens,
-            logprobs=self.plan.logprobs,
-            mask=self.plan.mask,
-            routes_start=self.plan.routes_start,
+            logprobs=plan.logprobs,
+            mask=plan.mask,
+            routes_start=plan.routes_start,
         )
-        if self.plan.routes is not None and (event.routed_experts is not None) is not self.plan.routes:
+        if plan.routes is not None and (event.routed_experts is not None) is not plan.routes:
             raise EngineProtocolError(
-                f"choice {index}: routed experts were {'asked for and are missing' if self.plan.routes else 'not asked for'}"
+                f"choice {index}: routed experts were {'asked for and are missing' if plan.routes else 'not asked for'}"
             )
-        if self.plan.mask is False and event.sampling_mask is not None:
+        if plan.mask is False and event.sampling_mask is not None:
             raise EngineProtocolError(f"choice {index}: a sampling mask was not asked for")
         self._done[index] = folded
         return folded

@@ -12,7 +12,7 @@ from tests.unit.protocol.answers import broken_rule, float32, int32, responses
 
 from rollplane.errors import EngineProtocolError
 from rollplane.protocol.artifacts import Alternatives, PromptLogprobs, RoutedExperts, SamplingMask, TokenLogprobs
-from rollplane.protocol.invariants import check_response
+from rollplane.protocol.invariants import check_logprobs, check_response, is_one_each
 from rollplane.protocol.response import Choice, GenerateResponse, Usage
 
 
@@ -192,6 +192,24 @@ def test_what_was_not_asked_for_is_refused() -> None:
 def test_logprobs_are_checked_even_where_they_were_not_asked_for() -> None:
     with pytest.raises(EngineProtocolError, match="2 logprobs for 3 tokens"):
         check(put(valid(), "0.logprobs.values", float32([-1, -1])), logprobs=False)
+
+
+@pytest.mark.parametrize("count", [2, 5000])
+def test_logprobs_are_finite_however_large_and_however_many(count: int) -> None:
+    values = float32([-1e30] * count)
+    check_logprobs(TokenLogprobs(values=values), tokens=count, where="choice 0")
+    for bad in (-np.inf, np.inf, np.nan):
+        values[count - 1] = bad
+        with pytest.raises(EngineProtocolError, match=f"sampled token {count - 1} is"):
+            check_logprobs(TokenLogprobs(values=values), tokens=count, where="choice 0")
+
+
+@pytest.mark.parametrize("rows", [0, 1, 4095, 4096, 5000])
+def test_one_entry_in_each_row_is_seen_at_any_height(rows: int) -> None:
+    offsets = np.arange(rows + 1, dtype=np.int32)
+    assert is_one_each(offsets)
+    offsets[rows] += 1
+    assert not is_one_each(offsets)
 
 
 def test_a_choice_without_tokens_has_no_routed_rows() -> None:
