@@ -172,6 +172,7 @@ _KNOWN: Final[dict[str, Any]] = {
     "ec_transfer_params": dict[str, Any] | None,
     "rollplane": RequestOptions | None,
 }
+_NAMES: Final = _KNOWN.keys() | {"token_ids", "sampling_params", "features"}
 _JSON_BY_FIELD = {name: msgspec.json.Decoder(kind) for name, kind in _KNOWN.items()}
 _MSGPACK_BY_FIELD = {name: msgspec.msgpack.Decoder(kind) for name, kind in _KNOWN.items()}
 
@@ -198,9 +199,9 @@ class _Body:
         digest = xxhash.xxh3_128()
         for name in sorted(self.fields):
             if name != "request_id":
-                raw = self.fields[name]
-                digest.update(f"{name}\0{len(memoryview(raw))}\0".encode())
-                digest.update(memoryview(raw))
+                raw = memoryview(self.fields[name])
+                digest.update(b"%b\0%d\0" % (name.encode(), len(raw)))
+                digest.update(raw)
         return digest.hexdigest()
 
     def known(self, name: str) -> Any:
@@ -322,7 +323,9 @@ def caller_of(authorization: str | None) -> str | None:
 
 def _extra(fields: _Body) -> dict[str, Any]:
     """The fields nobody here knows, for an engine that may take them."""
-    names = [n for n in fields.fields if n not in _KNOWN and n not in ("token_ids", "sampling_params", "features")]
+    if fields.fields.keys() <= _NAMES:
+        return {}
+    names = [name for name in fields.fields if name not in _NAMES]
     if len(names) > MAX_EXTRA_FIELDS:
         raise InvalidRequest(
             f"the body has {len(names)} unknown fields, the limit is {MAX_EXTRA_FIELDS}; one is {names[0]}"
@@ -406,7 +409,11 @@ def _header_text(text: str | None, *, name: str) -> str | None:
 
 
 def _options(fields: _Body, *, session: str | None, limits: RequestLimits) -> RequestOptions:
-    options: RequestOptions = fields.known("rollplane") or RequestOptions()
+    options: RequestOptions | None = fields.known("rollplane")
+    if options is None:
+        options = RequestOptions()
+        if session is None:
+            return options
     if session is not None:
         if options.session_id is not None and options.session_id != session:
             raise InvalidRequest(

@@ -106,6 +106,7 @@ _MSGSPEC_PATH: Final = re.compile(r"(.*) - at `(?:key` in `)?\$([^`]*)`", re.DOT
 _MSGSPEC_MEMBER: Final = re.compile(r"^Object (?:missing required|contains unknown) field `([^`]*)`$")
 
 FIELD_NAMES: Final[tuple[str, ...]] = SamplingParams.__struct_fields__
+_KNOWN: Final = frozenset(FIELD_NAMES)
 
 OPAQUE_FIELDS: Final = ("structured_outputs", "extra_args", "repetition_detection", "watermarking")
 """Handed on as they are, so only what JSON can say, and only so deep."""
@@ -118,6 +119,9 @@ ID_FIELDS: Final = (
     "prompt_logprob_token_ids",
 )
 """Fields that hold token ids (`logit_bias` as keys)."""
+
+_CHECKED_ALONE: Final = frozenset({"top_p", "repetition_penalty", "min_tokens", "stop", "bad_words", *ID_FIELDS})
+"""Fields that a range does not tell all about; few requests have one."""
 
 _NUMBER_RANGES: Final[dict[str, tuple[float, float, str]]] = {
     "presence_penalty": (-2.0, 2.0, "in [-2, 2]"),
@@ -161,7 +165,7 @@ def parse_sampling(obj: dict[str, Any], *, drop_unknown: bool = False) -> Sampli
     xargs = fields.pop("vllm_xargs", None)
     if xargs is not None:
         fields["extra_args"] = _merge_extra_args(fields.get("extra_args"), xargs)
-    unknown = [name for name in fields if name not in FIELD_NAMES]
+    unknown = [name for name in fields if name not in _KNOWN]
     if unknown:
         if not drop_unknown:
             name = unknown[0]
@@ -199,6 +203,9 @@ def check_sampling(params: SamplingParams) -> None:
             least, most, says = _COUNT_RANGES[name]
             if not least <= value <= most:
                 _refuse(name, f"must be {says}, got {value!r}")
+    if _CHECKED_ALONE.isdisjoint(given):
+        _check_seed(given.get("seed"), choices=params.choices)
+        return
     top_p = given.get("top_p")
     if top_p is not None and not 0.0 < top_p <= 1.0:
         _refuse("top_p", f"must be in (0, 1], got {top_p!r}")
@@ -208,9 +215,7 @@ def check_sampling(params: SamplingParams) -> None:
     max_tokens, min_tokens = given.get("max_tokens"), given.get("min_tokens", 0)
     if max_tokens is not None and min_tokens > max_tokens:
         _refuse("min_tokens", f"is {min_tokens}, over max_tokens {max_tokens}")
-    seed = given.get("seed")
-    if seed is not None and seed + params.choices - 1 > INT64_MAX:
-        _refuse("seed", f"is {seed}: the seed of choice {params.choices - 1}, seed + index, is no 64-bit integer")
+    _check_seed(given.get("seed"), choices=params.choices)
     for name in ID_FIELDS:
         ids = given.get(name)
         if ids and not (min(ids) >= 0 and max(ids) <= INT32_MAX):
@@ -225,6 +230,11 @@ def check_sampling(params: SamplingParams) -> None:
     for i, word in enumerate(given.get("bad_words", [])):
         if not word:
             _refuse(f"bad_words[{i}]", "must not be empty")
+
+
+def _check_seed(seed: int | None, *, choices: int) -> None:
+    if seed is not None and seed + choices - 1 > INT64_MAX:
+        _refuse("seed", f"is {seed}: the seed of choice {choices - 1}, seed + index, is no 64-bit integer")
 
 
 def _check_stop(stop: list[str]) -> None:
