@@ -70,22 +70,26 @@ async def add_event(service: Service, fold: Fold, event: Event) -> Choice | None
 
 def any_big(events: Sequence[Event]) -> bool:
     """See `is_big`."""
-    return any(is_big(event) for event in events)
+    return any(map(is_big, events))
 
 
 def is_big(event: Event) -> bool:
     """Whether the checks (or the text) of an event are too long for the event loop."""
     if isinstance(event, ChoiceEvent):
-        numbers = int(event.token_ids.size)
-        if event.logprobs is not None and event.logprobs.alternatives is not None:
-            numbers += int(event.logprobs.alternatives.ids.size)
-        if event.sampling_mask is not None:
-            numbers += int(event.sampling_mask.ids.size)
-        routes = event.routed_experts
+        numbers, logprobs, mask, routes = (
+            event.token_ids.size,
+            event.logprobs,
+            event.sampling_mask,
+            event.routed_experts,
+        )
+        if logprobs is not None and logprobs.alternatives is not None:
+            numbers += logprobs.alternatives.ids.size
+        if mask is not None:
+            numbers += mask.ids.size
         return numbers > BIG_NUMBERS or (routes is not None and routes.array.nbytes > BIG_ROUTES_BYTES)
     if isinstance(event, PromptEvent):
-        logprobs = event.prompt_logprobs
-        return logprobs is not None and int(logprobs.ids.size) > BIG_NUMBERS
+        prompt = event.prompt_logprobs
+        return prompt is not None and prompt.ids.size > BIG_NUMBERS
     return False
 
 

@@ -15,9 +15,10 @@ from rollplane.fold import FoldPlan, folded
 from rollplane.protocol.answer import RoutesForm, encode_json, encode_msgpack, encode_pieces, json_pieces
 from rollplane.protocol.info import EngineInfo
 from rollplane.protocol.pieces import Piece
-from rollplane.protocol.request import JSON, MSGPACK, GenerateRequest, RequestLimits, parse_request
+from rollplane.protocol.request import JSON, MSGPACK, GenerateRequest, parse_request
 from rollplane.server.engine_calls import BIG_BODY_BYTES, BIG_NUMBERS, any_big, info_of
 from rollplane.server.error_responses import as_rollplane_error
+from rollplane.server.observe import REQUEST_ID
 from rollplane.server.peer import head_of, peer_of
 from rollplane.server.pieces import PiecesAnswer
 from rollplane.server.service import Service
@@ -71,9 +72,12 @@ async def serve(
         if prepare is not None:
             prepare(asked)
         stream = asked.stream
-        request.scope["rollplane.request_id"] = asked.request_id
+        request.scope[REQUEST_ID] = asked.request_id
         wanted = wanted_type(head.get("accept"), stream=stream)
-        info = await info_of(service, request.receive, asked.head, options=asked.options)
+        try:
+            info = service.engine.info
+        except Unavailable:
+            info = await info_of(service, request.receive, asked.head, options=asked.options)
         plan = plan_for(asked, info, exact=service.role == "worker")
         encoding = asked.options.routed_experts_encoding or service.settings.routes_encoding
         if stream:
@@ -93,15 +97,10 @@ async def serve(
 
 async def read_request(head: Mapping[str, str], body: bytes, service: Service) -> GenerateRequest:
     """The checked request in a body and its head; a big one is read in the pool."""
-    limits = RequestLimits(
-        max_prompt_tokens=service.settings.max_prompt_tokens,
-        max_feature_bytes=service.settings.max_feature_bytes,
-        drop_unknown_sampling=service.settings.drop_unknown_sampling,
-    )
-    read = functools.partial(
-        parse_request, body, content_type=head.get("content-type", JSON), headers=head, limits=limits
-    )
-    return await service.in_pool(read, big=len(body) > BIG_BODY_BYTES)
+    kind, limits = head.get("content-type", JSON), service.limits
+    if len(body) <= BIG_BODY_BYTES:
+        return parse_request(body, content_type=kind, headers=head, limits=limits)
+    return await service.in_pool(lambda: parse_request(body, content_type=kind, headers=head, limits=limits))
 
 
 @functools.lru_cache(maxsize=64)
@@ -148,7 +147,7 @@ async def _answer(
 ) -> bytes | list[Piece]:
     events = await whole_of(service.engine, request)
     big = any_big(events)
-    response = await service.in_pool(folded, events, plan, big=big)
+    response = await service.in_pool(folded, events, plan) if big else folded(events, plan)
     service.metrics.count_response(response)
     if not big and response.usage.completion_tokens <= BIG_NUMBERS:
         return encode_msgpack(response) if wanted == MSGPACK else encode_json(response, routes=routes)

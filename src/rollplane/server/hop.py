@@ -20,6 +20,7 @@ from rollplane.protocol.pieces import Piece
 from rollplane.protocol.request import MSGPACK, GenerateRequest
 from rollplane.server.engine_calls import BIG_BODY_BYTES, any_big, is_big, running, stream_answer
 from rollplane.server.error_responses import as_rollplane_error, error_response
+from rollplane.server.observe import REQUEST_ID
 from rollplane.server.peer import head_of, peer_of
 from rollplane.server.pieces import PiecesAnswer, send_pieces
 from rollplane.server.service import Service
@@ -45,7 +46,7 @@ async def hop_generate(request: Request) -> ASGIApp:
             raise Unavailable("this worker is draining")
         asked = await _read(request, service)
         stream = asked.stream
-        request.scope["rollplane.request_id"] = asked.request_id
+        request.scope[REQUEST_ID] = asked.request_id
         if stream:
             return FrameStream(service, asked, arrived=arrived)
         with service.one_in_flight():

@@ -1,6 +1,7 @@
 """The outermost middleware: a request id on every answer, and an answer of our shape for every unexpected error."""
 
 import os
+from typing import Final
 from urllib.parse import quote
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
@@ -9,6 +10,8 @@ from rollplane.server.error_responses import as_rollplane_error, error_response
 from rollplane.server.peer import head_of
 
 MAX_ECHOED_CHARS = 256
+REQUEST_ID: Final = "rollplane.request_id"
+"""In a request's scope: its id, once that is known."""
 
 
 class ObserveMiddleware:
@@ -23,7 +26,8 @@ class ObserveMiddleware:
             await self._app(scope, receive, send)
             return
         given = head_of(scope).get("x-request-id")
-        scope["rollplane.request_id"] = given if given and len(given) <= MAX_ECHOED_CHARS else os.urandom(16).hex()
+        if given and len(given) <= MAX_ECHOED_CHARS:
+            scope[REQUEST_ID] = given
         started = False
 
         async def send_with_id(message: Message) -> None:
@@ -42,8 +46,11 @@ class ObserveMiddleware:
 
 
 def id_header(scope: Scope) -> tuple[bytes, bytes]:
-    """The header of an answer that names its request."""
-    return b"x-request-id", header_text(scope["rollplane.request_id"]).encode("latin-1")
+    """The header of an answer that names its request, which has a new name where it came without one."""
+    known: str | None = scope.get(REQUEST_ID)
+    if known is None:
+        known = scope[REQUEST_ID] = os.urandom(16).hex()
+    return b"x-request-id", header_text(known).encode("latin-1")
 
 
 def header_text(request_id: str) -> str:

@@ -43,6 +43,7 @@ from rollplane.protocol.response import GenerateResponse
 from rollplane.server.engine_calls import BIG_BODY_BYTES, BIG_NUMBERS, add_event, info_of, running
 from rollplane.server.error_responses import as_rollplane_error, json_response
 from rollplane.server.generate import plan_for
+from rollplane.server.observe import REQUEST_ID
 from rollplane.server.openai_answers import Style, encode, whole_answer
 from rollplane.server.openai_stream import ChunkStream
 from rollplane.server.routes import ApiRoute, Doc
@@ -91,7 +92,7 @@ async def _serve(request: Request, *, chat: bool) -> ASGIApp:
         parsed = await parsed_body(service, body, chat=chat)
         stream, names = bool(parsed.stream), own_names(parsed)
         asked = await read_asked(request, service, parsed, body)
-        request.scope["rollplane.request_id"] = asked.requests[0].request_id
+        request.scope[REQUEST_ID] = asked.requests[0].request_id
         if stream:
             return ChunkStream(
                 service,

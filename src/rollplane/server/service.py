@@ -1,6 +1,7 @@
 """What one HTTP app serves: the engine, its administration, and what the process knows about itself."""
 
 import asyncio
+import functools
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +11,7 @@ from typing import Any, Literal, Protocol, TypeVar
 from rollplane.config import ServerSettings
 from rollplane.engines.base import Engine
 from rollplane.protocol.info import EngineHealth
+from rollplane.protocol.request import RequestLimits
 from rollplane.rl.base import PolicyAdmin
 from rollplane.server.auth import KeyRing
 from rollplane.server.metrics import Metrics
@@ -86,6 +88,15 @@ class Service:
     def __post_init__(self) -> None:
         lifecycle = self.lifecycle
         self.metrics.in_flight.set_function(lambda: lifecycle.in_flight)
+
+    @functools.cached_property
+    def limits(self) -> RequestLimits:
+        """What is let in, whatever the engine."""
+        return RequestLimits(
+            max_prompt_tokens=self.settings.max_prompt_tokens,
+            max_feature_bytes=self.settings.max_feature_bytes,
+            drop_unknown_sampling=self.settings.drop_unknown_sampling,
+        )
 
     def one_in_flight(self) -> Lifecycle:
         """Counts a request for as long as a block with it lasts."""

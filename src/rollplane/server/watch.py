@@ -7,7 +7,7 @@ waiting for it.
 import asyncio
 import contextlib
 from abc import ABC, abstractmethod
-from collections.abc import Coroutine, Mapping
+from collections.abc import Callable, Coroutine, Mapping
 from typing import Any, TypeVar
 
 from starlette.types import Receive, Scope, Send
@@ -117,15 +117,13 @@ async def run_unanswered(work: Coroutine[Any, Any, T], receive: Receive, *, peer
         left = True
         task.cancel()
 
-    async def watch() -> None:
-        await hung_up(receive)
-        leave()
-
-    if peer is not None and peer.gone:
+    gone: asyncio.Future[None] | None = None
+    if peer is None:
+        gone = asyncio.ensure_future(_tell_hang_up(receive, leave))
+    elif peer.gone:
         work.close()
         raise Cancelled("the caller hung up")
-    gone = asyncio.ensure_future(watch()) if peer is None else None
-    if peer is not None:
+    else:
         peer.hang_ups.add(leave)
     try:
         return await work
@@ -138,6 +136,11 @@ async def run_unanswered(work: Coroutine[Any, Any, T], receive: Receive, *, peer
             peer.hang_ups.discard(leave)
         if gone is not None:
             gone.cancel()
+
+
+async def _tell_hang_up(receive: Receive, tell: Callable[[], None]) -> None:
+    await hung_up(receive)
+    tell()
 
 
 class WatchedAnswer(ABC):
