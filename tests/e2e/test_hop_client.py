@@ -175,6 +175,29 @@ async def test_silence_and_a_deadline_are_time_outs() -> None:
             await connection.rest()
 
 
+async def test_each_request_of_a_kept_connection_has_its_own_limit() -> None:
+    async def slow_then_silent(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await request_of(reader)
+        writer.write(OK)
+        await request_of(reader)
+        await asyncio.sleep(0.3)
+        writer.write(OK)
+        await request_of(reader)
+        await reader.read()
+
+    async with pool_to(slow_then_silent) as pool:
+        for limit_s in (0.1, 5.0):  # the timer of the first would end the second
+            connection = await asked(pool, limit_s=limit_s)
+            assert await connection.rest() == b"ok"
+            pool.give(connection)
+        last = await asked(pool, limit_s=0.05)
+        assert last is connection
+        with pytest.raises(TimeoutError):
+            async with asyncio.timeout(3):
+                await last.head()
+        assert last.closed
+
+
 async def test_dropping_ends_the_present_wait_and_every_later_one() -> None:
     async with pool_to(answering()) as pool:
         connection = await asked(pool)

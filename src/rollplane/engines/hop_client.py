@@ -19,6 +19,7 @@ import httptools
 from rollplane.errors import TransportError
 from rollplane.protocol.hop import MAX_FRAME_BYTES
 
+_TYPE_CHARS: Final = len("content-type")
 KEPT_IDLE_S: Final = 60.0
 """A worker of ours closes after 75 s, so that it is never the first."""
 MAX_HEAD_BYTES: Final = 64 * 2**10
@@ -38,18 +39,20 @@ class HopConnection(asyncio.Protocol):
         self._parser: Any = httptools.HttpResponseParser(self)
         self._waiter: asyncio.Future[None] | None = None
         self._timer: asyncio.TimerHandle | None = None
+        self._due = 0.0
         self._error: Exception | None = None
         self._asked = False
         self._paused = False
         self._keep_alive = False
         self._limit_s = 0.0
+        self._in_all = False
         self._heard_at = 0.0
         self.idle_since = 0.0
         self._reset()
 
     def _reset(self) -> None:
         self.status = 0
-        self.headers: dict[str, str] = {}
+        self._headers: list[tuple[bytes, bytes]] = []
         self._parts: list[bytes] = []
         self._size = 0
         self._head_bytes = 0
@@ -66,6 +69,20 @@ class HopConnection(asyncio.Protocol):
     def closed(self) -> bool:
         """Whether nothing can be asked here any more."""
         return self._transport is None or self._transport.is_closing()
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """The headers of the answer, names in lower case."""
+        return {name.decode("latin-1").lower(): value.decode("latin-1") for name, value in self._headers}
+
+    @property
+    def content_type(self) -> str:
+        """What the answer says its body is, without parameters; empty where it says nothing."""
+        kind = b""
+        for name, value in self._headers:
+            if len(name) == _TYPE_CHARS and name.lower() == b"content-type":
+                kind = value
+        return kind.decode("latin-1").partition(";")[0]
 
     @property
     def ended(self) -> bool:
@@ -96,8 +113,10 @@ class HopConnection(asyncio.Protocol):
         self._reset()
         self._asked = True
         self._limit_s = limit_s
-        self._heard_at = self._loop.time()
-        self._timer = self._loop.call_later(limit_s, self._is_late if in_all else self._check_silence)
+        self._in_all = in_all
+        now = self._heard_at = self._loop.time()
+        if self._timer is None or self._due > now + limit_s:
+            self._look_in(limit_s, now=now)
         self._transport.writelines((head, body))
 
     async def head(self) -> int:
@@ -130,7 +149,6 @@ class HopConnection(asyncio.Protocol):
     def rest_idle(self) -> None:
         """The answer was taken."""
         self._asked = False
-        self._stop_timer()
         self.idle_since = self._loop.time()
 
     def close(self) -> None:
@@ -171,7 +189,8 @@ class HopConnection(asyncio.Protocol):
         if not self._asked or self._ended:
             self._fail(ConnectionAbortedError("the worker said something that nobody asked"))
             return
-        self._heard_at = self._loop.time()
+        if not self._in_all:
+            self._heard_at = self._loop.time()
         self._head_bytes += 0 if self._has_head else len(data)
         try:
             self._parser.feed_data(data)
@@ -208,7 +227,7 @@ class HopConnection(asyncio.Protocol):
 
     def on_header(self, name: bytes, value: bytes) -> None:
         """One header of the answer."""
-        self.headers[name.decode("latin-1").lower()] = value.decode("latin-1")
+        self._headers.append((name, value))
 
     def on_headers_complete(self) -> None:
         """The head is whole; that of a 1xx announces another one."""
@@ -230,17 +249,23 @@ class HopConnection(asyncio.Protocol):
 
     # -- bounds --------------------------------------------------------------------------------------------------------
 
-    def _check_silence(self) -> None:
-        left_s = self._heard_at + self._limit_s - self._loop.time()
-        if self._paused:  # it is the reader who is slow
+    def _look_in(self, delay_s: float, *, now: float) -> None:
+        self._stop_timer()
+        self._due = now + delay_s
+        self._timer = self._loop.call_later(delay_s, self._look)
+
+    def _look(self) -> None:
+        """Whether the present request is late. A timer outlives its request, for most are over long before it."""
+        self._timer = None
+        if not self._asked:
+            return
+        now = self._loop.time()
+        left_s = self._heard_at + self._limit_s - now
+        if self._paused and not self._in_all:  # it is the reader who is slow
             left_s = self._limit_s
         if left_s > 0:
-            self._timer = self._loop.call_later(left_s, self._check_silence)
-        else:
-            self._is_late()
-
-    def _is_late(self) -> None:
-        if not self._ended:
+            self._look_in(left_s, now=now)
+        elif not self._ended:
             self._fail(TimeoutError())
 
     def _stop_timer(self) -> None:

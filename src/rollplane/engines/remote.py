@@ -33,6 +33,7 @@ from rollplane.protocol.hop import (
     FrameReader,
     decode_events,
     encode_hop_request,
+    only_frame,
 )
 from rollplane.protocol.http import error_from_answer
 from rollplane.protocol.info import EngineHealth, EngineInfo
@@ -238,15 +239,11 @@ class RemoteEngine:
         try:
             connection = self._pool.take() or await self._connected()
             await self._ask(connection, request, deadline_s=deadline_s)
-            reader = FrameReader()
             found: list[Event] = []
-            while data := await connection.read():
-                for frame in reader.cut(data):
-                    for event in await _events_in(frame):
-                        if isinstance(event, ErrorEvent):
-                            raise error_from_body(event.error, status=event.status)
-                        found.append(event)
-            reader.finish()
+            for event in await _all_events(connection):
+                if isinstance(event, ErrorEvent):
+                    raise error_from_body(event.error, status=event.status)
+                found.append(event)
             if not found or not isinstance(found[-1], EndEvent):
                 raise TransportError(f"worker {self.base_url} ended the answer to {request.request_id} early")
             return found
@@ -466,12 +463,13 @@ class RemoteEngine:
             limit_s=self._read_timeout_s if deadline_s is None else deadline_s + DEADLINE_GRACE_S,
             in_all=deadline_s is not None,
         )
-        status, url = await connection.head(), self.base_url + GENERATE_PATH
+        status = await connection.head()
+        if status == 200 and connection.content_type == FRAMES:
+            return
+        url = self.base_url + GENERATE_PATH
         if status != 200:
             raise error_from_answer(status, await connection.rest(), connection.headers, url=url)
-        kind = connection.headers.get("content-type", "")
-        if kind.partition(";")[0] != FRAMES:
-            raise EngineProtocolError(f"{url} answered {kind!r}, not {FRAMES}")
+        raise EngineProtocolError(f"{url} answered {connection.headers.get('content-type', '')!r}, not {FRAMES}")
 
     # -- connections -----------------------------------------------------------------------------------------------
 
@@ -492,6 +490,24 @@ class RemoteEngine:
                 return DeadlineExceeded(f"worker {self.base_url} did not answer within {deadline_s:g} s")
             return TransportError(f"worker {self.base_url} was silent for {self._read_timeout_s:g} s")
         return TransportError(f"worker {self.base_url}: {_says(error)}")
+
+
+async def _all_events(connection: HopConnection) -> list[HopEvent]:
+    """Every event of an answer, up to an error: one frame, which is mostly here at the first look."""
+    data = await connection.read()
+    if connection.ended and len(data) <= BIG_FRAME_BYTES:
+        frame = only_frame(data)
+        if frame is not None:
+            return decode_events(frame)
+    reader, found = FrameReader(), list[HopEvent]()
+    while data:
+        for body in reader.cut(data):
+            found += await _events_in(body)
+            if found and isinstance(found[-1], ErrorEvent):
+                return found
+        data = await connection.read()
+    reader.finish()
+    return found
 
 
 async def _events_in(frame: bytes | bytearray) -> list[HopEvent]:

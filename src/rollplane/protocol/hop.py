@@ -103,6 +103,13 @@ def frame_pieces(events: Sequence[HopEvent]) -> list[Piece]:
     return [_LENGTH.pack(length), *pieces]
 
 
+def only_frame(data: bytes) -> bytes | None:
+    """The body of the one frame that all of `data` is; None where it is anything else."""
+    if len(data) < _LENGTH.size or _LENGTH.unpack_from(data)[0] != len(data) - _LENGTH.size:
+        return None
+    return data[_LENGTH.size :]
+
+
 class FrameReader:
     """Cuts a byte stream into frames; feed it what arrives. A frame is copied once, piece by piece, as it arrives."""
 

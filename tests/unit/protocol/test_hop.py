@@ -22,6 +22,7 @@ from rollplane.protocol.hop import (
     decode_hop_request,
     encode_frame,
     encode_hop_request,
+    only_frame,
 )
 from rollplane.protocol.request import GenerateRequest, parse_request
 from rollplane.protocol.sampling import FIELD_NAMES
@@ -104,6 +105,13 @@ def test_frames_are_given_once_though_nobody_looked() -> None:
     reader.feed(encode_frame([EndEvent()]) * 3)
     assert list(reader.feed(b"")) == []
     reader.finish()
+
+
+def test_one_frame_alone_is_known_as_such() -> None:
+    frame = encode_frame([EndEvent()])
+    assert decode_events(only_frame(frame) or b"") == [EndEvent()]
+    for other in (b"", frame[:3], frame[:-1], frame + b"x", frame + frame):
+        assert only_frame(other) is None
 
 
 def test_an_end_inside_a_frame_is_seen() -> None:
