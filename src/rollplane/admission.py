@@ -12,6 +12,7 @@ from rollplane.errors import ContextOverflow, InvalidRequest
 from rollplane.protocol.arrays import INT32_MAX
 from rollplane.protocol.info import EngineInfo
 from rollplane.protocol.request import GenerateRequest
+from rollplane.protocol.sampling import ID_FIELDS
 from rollplane.protocol.token_ids import check_token_ids, largest_id
 
 _ALWAYS_FINE: Final = frozenset(
@@ -48,6 +49,7 @@ _NEUTRAL: Final[dict[str, tuple[Any, ...]]] = {
     "extra_args": ({},),
     "logit_bias": ({},),
 }
+_ID_FIELDS: Final = frozenset(ID_FIELDS)
 
 
 def check_request(request: GenerateRequest, info: EngineInfo) -> None:
@@ -57,12 +59,15 @@ def check_request(request: GenerateRequest, info: EngineInfo) -> None:
         InvalidRequest: naming the field, the value's kind and the limit.
         ContextOverflow: the prompt leaves no room for one token.
     """
+    given = request.sampling.given()
     _check_prompt(request, info)
-    _check_fields(request, info)
-    _check_counts(request, info)
-    _check_ids(request, info)
-    _check_side_channels(request, info)
-    _check_media(request, info)
+    _check_fields(request, given, info)
+    _check_counts(request, given, info)
+    if not _ID_FIELDS.isdisjoint(given):
+        _check_ids(given, info)
+    _check_side_channels(request, given, info)
+    if request.features or request.content_parts:
+        _check_media(request, info)
 
 
 def resolve_max_tokens(request: GenerateRequest, info: EngineInfo, *, cap: int | None = None) -> int:
@@ -139,7 +144,8 @@ def request_warnings(request: GenerateRequest, info: EngineInfo) -> list[str]:
 
 
 def _check_prompt(request: GenerateRequest, info: EngineInfo) -> None:
-    ids, tokens = request.token_ids, request.prompt_tokens
+    ids = request.token_ids
+    tokens = ids.size
     if ids.ndim != 1 or not tokens or (high := largest_id(ids)) > INT32_MAX:
         check_token_ids(ids)
     elif high >= info.vocab_bound:
@@ -156,55 +162,56 @@ def _check_prompt(request: GenerateRequest, info: EngineInfo) -> None:
         )
 
 
-def _check_fields(request: GenerateRequest, info: EngineInfo) -> None:
-    honoured = info.capabilities.sampling_fields
-    for name, value in request.sampling.given().items():
+def _check_fields(request: GenerateRequest, given: dict[str, Any], info: EngineInfo) -> None:
+    capable = info.capabilities
+    honoured = capable.sampling_fields
+    for name, value in given.items():
         if name not in _ALWAYS_FINE and name not in honoured and value not in _NEUTRAL.get(name, ()):
             raise InvalidRequest(
                 f"sampling_params.{name} is not available on the {info.engine} engine", param=f"sampling_params.{name}"
             )
-    if request.sampling.stop_strings and not info.capabilities.stop_strings:
+    if "stop" in given and request.sampling.stop_strings and not capable.stop_strings:
         raise InvalidRequest(
             f"sampling_params.stop needs a tokenizer, which the {info.engine} engine runs without; "
             "use stop_token_ids instead",
             param="sampling_params.stop",
         )
     for name in request.extra:
-        if name not in info.capabilities.extra_fields:
+        if name not in capable.extra_fields:
             raise InvalidRequest(f"{name} is not a field the {info.engine} engine can take", param=name)
-    if request.priority and not info.capabilities.priority:
+    if request.priority and not capable.priority:
         raise InvalidRequest(
             f"priority is {request.priority}, but the {info.engine} engine does not schedule by priority",
             param="priority",
         )
-    for name in ("kv_transfer_params", "ec_transfer_params"):
-        if getattr(request, name) is not None and not info.capabilities.transfer_params:
+    for name in () if capable.transfer_params else ("kv_transfer_params", "ec_transfer_params"):
+        if getattr(request, name) is not None:
             raise InvalidRequest(f"{name} is not available on the {info.engine} engine", param=name)
     rank = request.data_parallel_rank
-    if rank is not None and rank >= info.capabilities.data_parallel_size:
+    if rank is not None and rank >= capable.data_parallel_size:
         raise InvalidRequest(
-            f"header X-data-parallel-rank is {rank}, the engine has {info.capabilities.data_parallel_size} rank(s)",
+            f"header X-data-parallel-rank is {rank}, the engine has {capable.data_parallel_size} rank(s)",
             param="X-data-parallel-rank",
         )
 
 
-def _check_counts(request: GenerateRequest, info: EngineInfo) -> None:
-    params = request.sampling
-    if params.choices > info.max_num_seqs:
-        _refuse("n", f"is {params.choices}, the engine runs at most {info.max_num_seqs} sequences at once")
-    if params.choices > 1 and params.get("temperature", 1.0) == 0:
-        _refuse("n", f"is {params.choices} with temperature 0: all choices would be the same; use n = 1")
+def _check_counts(request: GenerateRequest, given: dict[str, Any], info: EngineInfo) -> None:
+    choices = given.get("n", 1)
+    if choices > info.max_num_seqs:
+        _refuse("n", f"is {choices}, the engine runs at most {info.max_num_seqs} sequences at once")
+    if choices > 1 and given.get("temperature", 1.0) == 0:
+        _refuse("n", f"is {choices} with temperature 0: all choices would be the same; use n = 1")
     for name in ("logprobs", "prompt_logprobs"):
-        count = params.get(name)
+        count = given.get(name)
         if count is not None and (count > info.max_logprobs or (count == -1 and info.vocab_bound > info.max_logprobs)):
             asked = f"{count}" if count >= 0 else f"-1 (the whole vocabulary of {info.vocab_bound})"
             _refuse(name, f"is {asked}, the limit is {info.max_logprobs}")
-    if params.get("prompt_logprobs") is not None and not info.capabilities.prompt_logprobs:
+    if "prompt_logprobs" in given and not info.capabilities.prompt_logprobs:
         _refuse("prompt_logprobs", f"is not available on the {info.engine} engine")
     room = info.max_model_len - request.prompt_tokens
-    if params.get("min_tokens", 0) > room:
-        _refuse("min_tokens", f"is {params.get('min_tokens')}, only {room} tokens fit after the prompt")
-    start = params.get("routed_experts_prompt_start")
+    if given.get("min_tokens", 0) > room:
+        _refuse("min_tokens", f"is {given.get('min_tokens')}, only {room} tokens fit after the prompt")
+    start = given.get("routed_experts_prompt_start")
     if start is not None and start >= request.prompt_tokens:
         _refuse(
             "routed_experts_prompt_start",
@@ -212,8 +219,7 @@ def _check_counts(request: GenerateRequest, info: EngineInfo) -> None:
         )
 
 
-def _check_ids(request: GenerateRequest, info: EngineInfo) -> None:
-    params = request.sampling
+def _check_ids(given: dict[str, Any], info: EngineInfo) -> None:
     widths = {
         "stop_token_ids": info.max_stop_token_ids,
         "allowed_token_ids": info.max_allowed_token_ids,
@@ -222,7 +228,7 @@ def _check_ids(request: GenerateRequest, info: EngineInfo) -> None:
         "prompt_logprob_token_ids": info.max_logprobs,
     }
     for name, width in widths.items():
-        values = params.get(name)
+        values = given.get(name)
         if not values:
             continue
         if width is not None and len(values) > width:
@@ -233,7 +239,7 @@ def _check_ids(request: GenerateRequest, info: EngineInfo) -> None:
             _refuse(name, f"holds {bad}, outside the vocabulary [0, {info.vocab_bound})")
 
 
-def _check_side_channels(request: GenerateRequest, info: EngineInfo) -> None:
+def _check_side_channels(request: GenerateRequest, given: dict[str, Any], info: EngineInfo) -> None:
     caps = info.capabilities
     if request.options.routed_experts and not caps.routed_experts:
         why = "the model has no MoE layers" if info.moe is None else "it was started without route capture"
@@ -252,7 +258,7 @@ def _check_side_channels(request: GenerateRequest, info: EngineInfo) -> None:
             "the whole vocabulary",
             param="sampling_params",
         )
-    if caps.mask_needs_truncation and request.sampling.get("temperature", 1.0) == 0:
+    if caps.mask_needs_truncation and given.get("temperature", 1.0) == 0:
         _refuse("temperature", "is 0, which an engine started with sampling masks refuses")
 
 

@@ -28,12 +28,16 @@ _NAMES: Final = {dtype: name for name, dtype in _DTYPES.items()}
 
 INT32_MAX: Final = 2**31 - 1
 MAX_DIMENSIONS: Final = 8
+SMALL_BYTES: Final = 4096
+"""Up to so many, a copy costs less than a view of the memory."""
 _ARRAY_KEYS: Final = frozenset({"dtype", "shape", "data"})
 
 
 def encode_array(array: npt.NDArray[Any]) -> dict[str, Any]:
-    """The wire map of an array, over its own memory where it is C-contiguous (no copy here; msgspec copies once)."""
+    """The wire map of an array, over its own memory where it is C-contiguous and not small (msgspec copies once)."""
     name, data = _NAMES.get(array.dtype), array
+    if name is not None and array.nbytes <= SMALL_BYTES:
+        return {"dtype": name, "shape": array.shape, "data": array.tobytes()}
     if name is None:
         name = array.dtype.name
         if name not in WIRE_DTYPES:
@@ -41,7 +45,7 @@ def encode_array(array: npt.NDArray[Any]) -> dict[str, Any]:
         data = np.ascontiguousarray(array, dtype=_DTYPES[name])
     elif not array.flags.c_contiguous:
         data = np.ascontiguousarray(array)
-    return {"dtype": name, "shape": list(array.shape), "data": data.data.cast("B") if data.size else b""}
+    return {"dtype": name, "shape": array.shape, "data": data.data.cast("B") if data.size else b""}
 
 
 def decode_array(obj: Any) -> npt.NDArray[Any]:
@@ -55,7 +59,7 @@ def decode_array(obj: Any) -> npt.NDArray[Any]:
     name, shape, data = obj["dtype"], obj["shape"], obj["data"]
     if not isinstance(name, str) or name not in WIRE_DTYPES:
         raise ValueError(f"array dtype {name!r} is not one of {sorted(WIRE_DTYPES)}")
-    if not isinstance(shape, list) or [d for d in shape if type(d) is not int or d < 0]:
+    if not isinstance(shape, list) or (_is_odd(shape[0]) if len(shape) == 1 else any(map(_is_odd, shape))):
         raise ValueError(f"array shape {shape!r} is not a list of sizes")
     if len(shape) > MAX_DIMENSIONS:
         raise ValueError(f"array shape has {len(shape)} dimensions, the limit is {MAX_DIMENSIONS}")
@@ -69,6 +73,10 @@ def decode_array(obj: Any) -> npt.NDArray[Any]:
         raise ValueError("array data of dtype bool holds bytes other than 0 and 1")
     array = np.frombuffer(data, dtype=dtype)
     return array if len(shape) == 1 else array.reshape(shape)
+
+
+def _is_odd(size: Any) -> bool:
+    return type(size) is not int or size < 0
 
 
 def enc_hook(obj: Any) -> Any:

@@ -3,6 +3,7 @@
 Numbers go straight from repeated fields, or from their packed bytes, into arrays.
 """
 
+import struct
 from collections.abc import Sequence
 from typing import Any, Final
 
@@ -209,16 +210,17 @@ def placeholders(items: list[MediaItem]) -> dict[str, list[dict[str, Any]]]:
 
 
 def int32s(field: Any) -> Int32Array:
-    """An int32 array of a repeated uint32 field.
+    """An int32 array, read-only, of a repeated uint32 field.
 
     Raises:
         EngineProtocolError: a number over int32.
     """
-    wide = np.array(field[:], dtype=np.uint32) if len(field) else np.empty(0, dtype=np.uint32)
-    narrow = wide.view(np.int32)
-    if narrow.size and np.minimum.reduce(narrow) < 0:
-        raise EngineProtocolError(f"the engine sent {int(wide.max())}, which does not fit int32")
-    return narrow
+    values = field[:]
+    try:
+        data = struct.pack(f"{len(values)}i", *values)
+    except struct.error:
+        raise EngineProtocolError(f"the engine sent {max(values)}, which does not fit int32") from None
+    return np.frombuffer(data, dtype=np.int32)
 
 
 def float32s(field: Any) -> Float32Array:

@@ -69,6 +69,8 @@ NEUTRAL_VALUES: Final[dict[str, tuple[Any, ...]]] = {
 """Parameters the wire does not carry, with the values that ask for nothing."""
 
 
+_FINE: Final = frozenset({*SAMPLING_FIELDS, *NO_EFFECT})
+
 MAX_KNOWN: Final = 256
 MAX_KNOWN_BYTES: Final = 1024
 """Sampling parameters whose message is kept: requests of a run share theirs, and few have long ones."""
@@ -184,7 +186,7 @@ def _children(wire: pb.GenerateRequest, *, choices: int, seed: int | None) -> li
 
 def _check_sayable(request: GenerateRequest) -> None:
     for name, value in request.sampling.given().items():
-        if name in SAMPLING_FIELDS or name in NO_EFFECT or value in NEUTRAL_VALUES.get(name, ()):
+        if name in _FINE or value in NEUTRAL_VALUES.get(name, ()):
             continue
         if name == "routed_experts_prompt_start":
             # Nothing is captured here, so there is nothing to cut; admission has checked its range.

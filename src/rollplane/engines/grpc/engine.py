@@ -201,11 +201,11 @@ class GrpcEngine:
 
     async def _calls(self, request: GenerateRequest) -> LiveCalls:
         """The calls of a request, not begun yet; `_forget` is owed."""
-        pool = self._serving()
-        check_request(request, self.info)
+        pool, info = self._serving(), self.info
+        check_request(request, info)
         if request.features:
             await asyncio.to_thread(self._check_features, request.features)
-        wires = to_wire(request, self.info, settings=self._convert)
+        wires = to_wire(request, info, settings=self._convert)
         more = () if request.data_parallel_rank is None else ((DATA_PARALLEL_RANK, str(request.data_parallel_rank)),)
         calls = LiveCalls(
             request,
@@ -216,7 +216,7 @@ class GrpcEngine:
             translate=self._translate,
             version=self._version,
             born_paused=self._paused,
-            logprobs_mode=self.info.capabilities.logprobs_mode,
+            logprobs_mode=info.capabilities.logprobs_mode,
         )
         self._live.setdefault(request.request_id, []).append(calls)
         return calls

@@ -163,7 +163,9 @@ class LiveRequests:
                     return
                 await live.change()
         finally:
-            await self._leave(live)
+            live.readers -= 1
+            if live.readers == 0 and not live.ended:
+                await self._left_alone(live)
 
     async def whole(self, request: GenerateRequest) -> list[Event]:
         """As `generate`, for a request that does not stream."""
@@ -175,7 +177,9 @@ class LiveRequests:
                 raise live.error
             return list(live.events)
         finally:
-            await self._leave(live)
+            live.readers -= 1
+            if live.readers == 0 and not live.ended:
+                await self._left_alone(live)
 
     def _join(self, request: GenerateRequest) -> _Live:
         live = self._known(request)
@@ -188,11 +192,6 @@ class LiveRequests:
             live.linger.cancel()
             live.linger = None
         return live
-
-    async def _leave(self, live: _Live) -> None:
-        live.readers -= 1
-        if live.readers == 0 and not live.ended:
-            await self._left_alone(live)
 
     def _known(self, request: GenerateRequest) -> _Live | None:
         key = request.idempotency_key
