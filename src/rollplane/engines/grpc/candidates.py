@@ -6,6 +6,7 @@ every row, and what follows has one width. Else candidates are found and read fo
 protobuf, as the one message that rows make when they are joined. Rows that look otherwise are read by protobuf one by one.
 """
 
+import operator
 from collections.abc import Sequence
 from typing import Any, Final, NamedTuple
 
@@ -33,6 +34,8 @@ _FLOAT_BYTES: Final = np.arange(1, 5)
 _TAG_TOKEN, _TAG_ID, _TAG_LOGPROB, _TAG_RANK = 0x0A, 0x08, 0x15, 0x18
 _REST: Final = 7
 """Bytes from LOGPROB's tag to the end of a row of one candidate with a rank below 128."""
+_CUT_REST: Final = operator.itemgetter(slice(None, -_REST))
+_TAKE_REST: Final = operator.itemgetter(slice(-_REST, None))
 _LEAST, _MOST = 4 + _REST, 8 + _REST
 """Bytes of such a row with all of its fields."""
 _NO_LOGPROB: Final = bytes([_TAG_LOGPROB, 0, 0, 0, 0])
@@ -97,13 +100,15 @@ def _id_of(begin: bytes) -> int:
 
 def _read_ones(rows: Sequence[bytes]) -> Candidates | None:
     """None where not every row is one candidate with an id, and a rank in one byte."""
-    rows = [row if len(row) >= _LEAST else _with_logprob(row) for row in rows]
+    rows = list(rows)
+    if min(map(len, rows)) < _LEAST:
+        rows = [row if len(row) >= _LEAST else _with_logprob(row) for row in rows]
     try:
-        ids = [_BEGINNINGS[row[:-_REST]] for row in rows]
+        ids = list(map(_BEGINNINGS.__getitem__, map(_CUT_REST, rows)))
     except ValueError:
         return None
     count = len(ids)
-    rests = b"".join([row[-_REST:] for row in rows])
+    rests = b"".join(map(_TAKE_REST, rows))
     ranks = rests[6::_REST]
     if rests[::_REST].strip(b"\x15") or rests[5::_REST].strip(b"\x18") or not ranks.isascii():
         return None

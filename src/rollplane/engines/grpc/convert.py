@@ -6,6 +6,7 @@ against the wire's own widths, so that nothing is cut off on the way.
 """
 
 import functools
+import math
 from collections.abc import Callable
 from typing import Any, Final
 from urllib.parse import urlsplit
@@ -75,6 +76,11 @@ MAX_KNOWN: Final = 256
 MAX_KNOWN_BYTES: Final = 1024
 """Sampling parameters whose message is kept: requests of a run share theirs, and few have long ones."""
 
+MAX_ID_BYTES: Final = 5
+MAX_CHARACTER_BYTES: Final = 4
+MAX_OTHER_BYTES: Final = 256
+"""Of all that a request says beside its ids, names and sampling: a dozen tags, lengths and numbers, at most ten bytes each."""
+
 _encode: Final = msgspec.msgpack.Encoder().encode
 _decode: Final = msgspec.msgpack.Decoder(SamplingParams).decode
 
@@ -105,7 +111,8 @@ def to_wire(
     params = request.sampling
     _check_sayable(request)
     seed = params.get("seed")
-    wire = pb.GenerateRequest.FromString(_sampling_of(params))
+    sampling = _sampling_of(params)
+    wire = pb.GenerateRequest.FromString(sampling)
     wire.request_id = request.request_id
     wire.stopping.max_new_tokens = resolve_max_tokens(request, info)
     if seed is not None:
@@ -123,12 +130,22 @@ def to_wire(
         wire.media.append(features_item(item, adapter=request.adapter))
     for i, part in enumerate(request.content_parts or ()):
         wire.media.append(raw_item(part, param=f"content_parts[{i}]", hosts=settings.media_hosts))
-    size = wire.ByteSize()
-    if size > settings.max_request_bytes:
-        raise PayloadTooLarge(
-            f"the request has {size} bytes on the engine's wire, its limit is {settings.max_request_bytes}"
-        )
+    if _at_most(request, sampling=sampling) > settings.max_request_bytes:
+        size = wire.ByteSize()
+        if size > settings.max_request_bytes:
+            raise PayloadTooLarge(
+                f"the request has {size} bytes on the engine's wire, its limit is {settings.max_request_bytes}"
+            )
     return _children(wire, choices=params.choices, seed=seed)
+
+
+def _at_most(request: GenerateRequest, *, sampling: bytes) -> float:
+    """Bytes that the wire request does not exceed; its size itself costs as much as writing it."""
+    if request.features or request.content_parts or request.kv_transfer_params or request.ec_transfer_params:
+        return math.inf
+    names = (request.request_id, request.options.session_id, request.adapter, request.cache_salt)
+    characters = sum([len(name) for name in names if name is not None])
+    return MAX_ID_BYTES * request.prompt_tokens + MAX_CHARACTER_BYTES * characters + len(sampling) + MAX_OTHER_BYTES
 
 
 def _sampling_of(params: SamplingParams) -> bytes:

@@ -1,10 +1,13 @@
 """A request as the wire carries it, without a server."""
 
+import contextlib
+
 import msgspec
 import numpy as np
 import pytest
 from google.protobuf.json_format import MessageToDict
 
+from rollplane.engines.grpc import convert
 from rollplane.engines.grpc.convert import (
     NEUTRAL_VALUES,
     NO_EFFECT,
@@ -269,6 +272,33 @@ def test_side_channels_that_are_left_out_are_fine():
 def test_a_request_over_the_servers_limit_is_refused_with_the_numbers():
     with pytest.raises(PayloadTooLarge, match=r"\d+ bytes on the engine's wire, its limit is 100"):
         wire(range(1, 90), settings=ConvertSettings(max_request_bytes=100))
+
+
+@pytest.mark.parametrize(
+    ("ids", "fields"),
+    [
+        ([1], {}),
+        ([2**31 - 1] * 50, {}),
+        ([5, 6], {"cache_salt": "\U0001f600" * 200, "adapter": "\u20ac" * 90}),
+        ([5], {"priority": -(2**31), "return_token_ids": True}),
+    ],
+)
+def test_no_request_is_larger_than_it_is_taken_to_be_at_most(ids, fields):
+    params = {"seed": -(2**63), "skip_reading_prefix_cache": True, "stop_token_ids": list(range(90))}
+    names = {"request_id": "\U0001f600" * 99, "options": {"session_id": "\U0001f600" * 99}}
+    request = make_request(ids, fields=fields, **names, **params)
+    (made,) = to_wire(request, INFO)
+
+    assert made.ByteSize() <= convert._at_most(request, sampling=convert._sampling_of(request.sampling))
+
+
+@pytest.mark.parametrize("over", [0, 1])
+def test_the_servers_limit_is_held_to_the_byte(over):
+    request = make_request(range(1, 90))
+    (made,) = to_wire(request, INFO)
+    settings = ConvertSettings(max_request_bytes=made.ByteSize() - over)
+    with pytest.raises(PayloadTooLarge, match=f"has {made.ByteSize()} bytes") if over else contextlib.nullcontext():
+        to_wire(request, INFO, settings=settings)
 
 
 # -- choices ---------------------------------------------------------------------------------------------------------
