@@ -2,6 +2,7 @@
 
 import asyncio
 import contextlib
+import gc
 from collections.abc import AsyncIterator
 from typing import Any
 from urllib.parse import urlsplit
@@ -9,9 +10,10 @@ from urllib.parse import urlsplit
 import msgspec
 import pytest
 from tests.e2e.server_support import GENERATE, Served, serving
+from uvicorn.protocols.http.httptools_impl import RequestResponseCycle
 
 from rollplane.engines.mock.engine import MockEngine
-from rollplane.server import connections
+from rollplane.server import connections, ops
 from rollplane.worker import Worker
 
 BODY = msgspec.json.encode({"token_ids": [5, 6, 7], "sampling_params": {"max_tokens": 2}})
@@ -80,6 +82,32 @@ async def test_the_second_head_of_a_connection_is_bounded_too_but_not_its_silenc
                     await reader.read(1)
         writer.write(b"POST ")
         assert (await answer(reader))[0] == 408
+
+
+async def test_a_connection_is_closed_when_it_was_idle_long_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(ops, "KEEP_ALIVE_S", 1)
+    async with serving(Worker(MockEngine())) as served, connected(served) as (reader, writer):
+        began = asyncio.get_running_loop().time()
+        for pause_s in (0.6, 0.6, 0.0):  # the timer of the first answer would end the third request
+            writer.write(WHOLE)
+            assert (await answer(reader))[0] == 200
+            await asyncio.sleep(pause_s)
+        assert await reader.read() == b""
+        assert asyncio.get_running_loop().time() - began >= 2.2
+
+
+async def test_an_answered_request_is_not_left_to_the_garbage_collector() -> None:
+    async with serving(Worker(MockEngine())) as served, connected(served) as (reader, writer):
+        gc.collect()
+        gc.disable()
+        try:
+            for _ in range(5):
+                writer.write(WHOLE)
+                assert (await answer(reader))[0] == 200
+            await asyncio.sleep(0)
+            assert sum(type(one) is RequestResponseCycle for one in gc.get_objects()) <= 1
+        finally:
+            gc.enable()
 
 
 async def test_a_slow_body_is_not_a_slow_head() -> None:

@@ -8,6 +8,7 @@ uvicorn bounds idle connections alone: one that sends a byte of a head now and t
 """
 
 import asyncio
+import weakref
 from collections.abc import Callable, Sequence
 from http import HTTPStatus
 from typing import Any, Final, cast
@@ -34,21 +35,26 @@ log = structlog.get_logger("rollplane.server")
 
 
 class _Peer:
-    """See `server.peer.Peer`."""
+    """See `server.peer.Peer`.
+
+    A request's scope has its peer, and its cycle has the scope: were the cycle held here too, each request would be left to
+    the garbage collector. It lives as long as the app's call, whose task holds it.
+    """
 
     __slots__ = ("_cycle", "hang_ups")
 
     def __init__(self, cycle: RequestResponseCycle, hang_ups: set[Callable[[], Any]]) -> None:
-        self._cycle = cycle
+        self._cycle = weakref.ref(cycle)
         self.hang_ups = hang_ups
 
     @property
     def gone(self) -> bool:
-        return self._cycle.disconnected
+        cycle = self._cycle()
+        return cycle is None or cycle.disconnected
 
     def take_body(self) -> bytes | None:
-        cycle = self._cycle
-        if cycle.more_body or cycle.disconnected or cycle.waiting_for_100_continue:
+        cycle = self._cycle()
+        if cycle is None or cycle.more_body or cycle.disconnected or cycle.waiting_for_100_continue:
             return None
         body = bytes(cycle.body)
         cycle.body = bytearray()
@@ -57,9 +63,10 @@ class _Peer:
         return body
 
     def answer(self, head: Sequence[tuple[bytes, bytes]], body: bytes) -> bool:
-        cycle = self._cycle
+        cycle = self._cycle()
         if (
-            cycle.response_started
+            cycle is None
+            or cycle.response_started
             or cycle.disconnected
             or cycle.flow.write_paused
             or cycle.scope["method"] == "HEAD"
@@ -91,6 +98,7 @@ class Connection(HttpToolsProtocol):
         self._rest_timer: asyncio.TimerHandle | None = None
         self._rest_bytes = 0
         self._hang_ups: set[Callable[[], Any]] = set()
+        self._idle_since: float | None = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         """Take a connection, also above the limit: its request is answered with a 503 then."""
@@ -106,6 +114,9 @@ class Connection(HttpToolsProtocol):
         """Forget the timers."""
         self._head_arrived()
         self._end_rest()
+        if self.timeout_keep_alive_task is not None:
+            self.timeout_keep_alive_task.cancel()
+            self.timeout_keep_alive_task = None
         super().connection_lost(exc)
         for tell in list(self._hang_ups):
             tell()
@@ -147,7 +158,28 @@ class Connection(HttpToolsProtocol):
         if self.cycle.more_body and not self._busy and not self.transport.is_closing():
             self._rest_bytes = 0
             self._rest_timer = self.loop.call_later(REST_S, self.transport.abort)
-        super().on_response_complete()
+        if self.pipeline or self.transport.is_closing():
+            super().on_response_complete()
+            return
+        self.server_state.total_requests += 1
+        self.flow.resume_reading()
+        self._idle_since = self.loop.time()
+        if self.timeout_keep_alive_task is None:
+            self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self._look_idle)
+
+    def _unset_keepalive_if_required(self) -> None:
+        """Not idle: the timer stays, for one of its own for every request would cost more than the rest of an answer."""
+        self._idle_since = None
+
+    def _look_idle(self) -> None:
+        self.timeout_keep_alive_task = None
+        if self._idle_since is None:
+            return
+        left_s = self._idle_since + self.timeout_keep_alive - self.loop.time()
+        if left_s > 0:
+            self.timeout_keep_alive_task = self.loop.call_later(left_s, self._look_idle)
+        else:
+            self.timeout_keep_alive_handler()
 
     def send_400_response(self, msg: str) -> None:
         """Answer what is no HTTP in the shape of every error here."""
