@@ -319,9 +319,10 @@ class HopPool:
 
     def head(self, *, length: int, headers: dict[str, str]) -> bytes:
         """The head of one request. Values that no header can carry are left out."""
-        more = "".join(
-            f"{name}: {value}\r\n" for name, value in headers.items() if value.isascii() and value.isprintable()
-        )
+        more = ""
+        for name, value in headers.items():
+            if value.isascii() and value.isprintable():
+                more += f"{name}: {value}\r\n"
         return b"%b%bContent-Length: %d\r\n\r\n" % (self._start, more.encode(), length)
 
     def take(self) -> HopConnection | None:

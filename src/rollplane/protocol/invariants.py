@@ -132,7 +132,7 @@ def check_token_ids(token_ids: Int32Array, *, where: str) -> None:
         raise EngineProtocolError(
             f"{where}: token_ids are {token_ids.dtype.name}{list(token_ids.shape)}, not int32 [T]"
         )
-    if token_ids.size and np.minimum.reduce(token_ids) < 0:
+    if token_ids.size and token_ids.item(token_ids.argmin()) < 0:
         raise EngineProtocolError(f"{where}: token id {int(token_ids.min())} is negative")
 
 
@@ -212,7 +212,7 @@ def _check_ids_once(ids: Int32Array, offsets: Int32Array, *, what: str, of: str,
     """No id is negative and no row holds one twice. Rows in rising order, as masks usually come, cost one pass."""
     if ids.size == 0:
         return
-    if np.minimum.reduce(ids) < 0:
+    if ids.item(ids.argmin()) < 0:
         raise EngineProtocolError(f"{what}: {of}: id {int(ids.min())} is outside [0, {INT32_MAX}]")
     if one_each:
         return

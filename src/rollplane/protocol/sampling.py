@@ -87,7 +87,8 @@ class SamplingParams(
     @property
     def choices(self) -> int:
         """How many choices were asked for."""
-        return int(self.get("n", 1))
+        n = self.n
+        return 1 if n is UNSET or n is None else n
 
     @property
     def stop_strings(self) -> list[str]:

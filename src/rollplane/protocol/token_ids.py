@@ -74,8 +74,10 @@ def largest_id(ids: np.ndarray[Any, Any]) -> int:
     """The largest of some integers [N], N > 0; one over int32 where any is negative, so that one pass finds both."""
     unsigned = _UNSIGNED.get(ids.dtype)
     if unsigned is not None:
-        return int(np.maximum.reduce(ids.view(unsigned)))
-    return int(np.maximum.reduce(ids)) if np.minimum.reduce(ids) >= 0 else INT32_MAX + 1
+        ids = ids.view(unsigned)
+    elif ids.item(ids.argmin()) < 0:
+        return INT32_MAX + 1
+    return int(ids.item(ids.argmax()))  # of a few ids it costs half of the largest itself
 
 
 def _refuse_token_ids(text: bytes) -> NoReturn:
