@@ -168,7 +168,7 @@ class Connection(HttpToolsProtocol):
             self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self._look_idle)
 
     def _unset_keepalive_if_required(self) -> None:
-        """Not idle: the timer stays, for one of its own for every request would cost more than the rest of an answer."""
+        """Not idle. The timer stays and looks again when it is due: every request would make and end one of its own."""
         self._idle_since = None
 
     def _look_idle(self) -> None:
