@@ -7,7 +7,7 @@ each sequence it runs. A worker that is slower per token than the others counts 
 """
 
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Final
 
 import msgspec
@@ -85,10 +85,11 @@ class _Board:
         seens: what each told last.
     """
 
-    __slots__ = ("adapters", "least_slots", "place", "scopes", "slots", "told", "workers")
+    __slots__ = ("adapters", "least_slots", "place", "scopes", "seens", "slots", "told", "workers")
 
     def __init__(self, workers: Sequence[RoutedWorker], seens: Sequence[_Seen]) -> None:
         self.workers = workers
+        self.seens = seens
         self.place = {seen.url: at for at, seen in enumerate(seens)}
         self.told = [seen.told for seen in seens]
         self.slots = [seen.slots for seen in seens]
@@ -165,9 +166,7 @@ class PrefixAware:
         costs = [per_sequence * load for load in loads]
         if index is not None:
             if _reads_cache(request):
-                for url, tokens in self._cached(index, prompt, board):
-                    if url not in left:
-                        costs[place[url]] -= tokens
+                self._credit(costs, board, prompt, index, left)
             for url, tokens in index.pending_tokens().items():
                 if (at := place.get(url)) is not None:
                     costs[at] += settings.pending_share * tokens
@@ -274,15 +273,24 @@ class PrefixAware:
     def _scope(request: GenerateRequest, seen: _Seen) -> _Scope:
         return seen.salt_scope, seen.adapters.get(request.model) if request.model is not None else None
 
-    def _cached(self, index: PrefixIndex, prompt: _Prompt, board: _Board) -> Iterator[tuple[str, int]]:
-        """Prompt tokens that workers would read from their caches; of those that have any."""
+    def _credit(self, costs: list[float], board: _Board, prompt: _Prompt, index: PrefixIndex, left: set[str]) -> None:
+        """Take from each worker's cost the prompt tokens that it would read from its cache.
+
+        What all of them would is left out: it changes no choice.
+        """
         request = prompt.request
-        usable, size = _usable(request, index), index.block_tokens
-        for scope, members in self._scopes(request, board).items():
+        usable, size, place = _usable(request, index), index.block_tokens, board.place
+        scopes = self._scopes(request, board)
+        for scope, members in scopes.items():
             depths = self._keys(index, prompt, scope)[1]
-            for url, depth in depths.items():
-                if url in members:
-                    yield url, min(depth, usable) * size
+            common = 0
+            if len(depths) == index.worker_count and len(members) == len(place) and not left:
+                common = next(iter(depths.values()))
+            deeper = [(url, depth) for url, depth in depths.items() if depth != common]
+            least = min(common, usable)
+            for url, depth in deeper:
+                if url in members and url not in left:
+                    costs[place[url]] -= (min(depth, usable) - least) * size
 
     def _scopes(self, request: GenerateRequest, board: _Board) -> dict[_Scope, set[str]]:
         """The workers whose caches can be compared, by what their keys of a request depend on."""
@@ -290,10 +298,9 @@ class PrefixAware:
         known = board.scopes.get(name)
         if known is None:
             known = board.scopes[name] = {}
-            for worker in board.workers:
-                seen = self._look(worker)
+            for seen in board.seens:
                 if seen.comparable:
-                    known.setdefault(self._scope(request, seen), set()).add(worker.url)
+                    known.setdefault(self._scope(request, seen), set()).add(seen.url)
         return known
 
     def _keys(self, index: PrefixIndex, prompt: _Prompt, scope: _Scope) -> tuple[list[int], dict[str, int]]:

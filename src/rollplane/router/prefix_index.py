@@ -121,6 +121,11 @@ class PrefixIndex:
             stale=self._stale,
         )
 
+    @property
+    def worker_count(self) -> int:
+        """How many workers it knows."""
+        return len(self._holders)
+
     def blocks_of(self, worker: str) -> int:
         """Reported blocks of one worker."""
         holder = self._holders.get(worker)
@@ -179,7 +184,7 @@ class PrefixIndex:
             self._evict()
 
     def match(self, keys: Sequence[int]) -> dict[str, int]:
-        """How many leading keys each worker has, reported or predicted; only workers that have at least one."""
+        """How many leading keys each worker has, reported or predicted; only workers that have at least one, who has fewest first."""
         self._tend()
         alive = self._live
         depths: dict[str, int] = {}

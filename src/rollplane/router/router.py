@@ -7,7 +7,7 @@ mistake is never repeated elsewhere. What was tried is in `attempt`.
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable
+from collections.abc import AsyncGenerator, Callable, Sequence
 from typing import Final
 
 import msgspec
@@ -155,10 +155,12 @@ class Router:
         return self._lineup
 
     def _circuit_changed(self) -> None:
-        self._lineup = None
+        self._lineup_at = None
 
-    def _records(self) -> list[RoutedWorker]:
-        members = self.fleet.members
+    def _records(self) -> Sequence[RoutedWorker]:
+        members, before = self.fleet.members, self._lineup
+        if before is not None and [worker.member for worker in before.workers] == members:
+            return before.workers
         for member in members:
             known = self._workers.get(member.url)
             if known is None or known.member is not member:
