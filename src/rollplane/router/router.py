@@ -74,7 +74,7 @@ class Router:
 
     Args:
         fleet: the workers and what the policy is.
-        policy: the order in which workers are tried; see `router.policies`.
+        policy: chooses the worker for a request; see `router.policies`.
         discovery: who the workers are, followed from `start` on. None: the caller adds them to the fleet.
         make_worker: the worker at an address that discovery names.
         clock: monotonic seconds, by which the workers' pace is measured.

@@ -31,8 +31,9 @@ class Told:
         self.url, self.state, self.reachable = url, state, True
 
 
-def state(at: int, rng: random.Random) -> WorkerState:
-    """What a worker tells, of a few kinds."""
+def state(at: int, rng: random.Random, *, alike: bool) -> WorkerState:
+    """What a worker tells, of a few kinds. `alike`: only its load is its own."""
+    odd = 0.0 if alike else 1.0
     adapter = AdapterRecord(
         name=ADAPTER,
         engine_name=f"{ADAPTER}@{rng.randrange(2)}",
@@ -44,23 +45,23 @@ def state(at: int, rng: random.Random) -> WorkerState:
     )
     return WorkerState(
         worker=f"w{at}",
-        instance=f"i{at}.{rng.randrange(8) == 0}",
+        instance=f"i{at}.{rng.random() < 0.1 * odd}",
         info=EngineInfo(
             engine="mock",
             model="m",
             max_model_len=4096,
             vocab_bound=1000,
             max_num_seqs=rng.choice([2, 8, 200]),
-            block_tokens=rng.choice([BLOCK_TOKENS] * 7 + [32]) if at else BLOCK_TOKENS,
+            block_tokens=2 * BLOCK_TOKENS if at and rng.random() < 0.1 * odd else BLOCK_TOKENS,
             capabilities=Capabilities(kv_events=True),
         ),
         health=EngineHealth(
             alive=True, state="ready", running=rng.choice([0, 0, 1, 6]), waiting=rng.choice([0, 0, 30])
         ),
         policy_version="v1",
-        salt_scope=rng.choice(["v1", "v1", "v1", "v2"]),
-        adapters=[adapter] if rng.random() < 0.7 else [],
-        cache_generation=rng.choice([0, 0, 0, 1]),
+        salt_scope="v2" if rng.random() < 0.2 * odd else "v1",
+        adapters=[adapter] if rng.random() < 0.7 * odd else [],
+        cache_generation=int(rng.random() < 0.1 * odd),
     )
 
 
@@ -70,10 +71,14 @@ class Simulated:
     def __init__(self, rng: random.Random) -> None:
         self.rng, self.clock = rng, FakeClock()
         self.policy = PrefixAware(clock=self.clock)
-        self.told = [Told(f"http://w{at}", state(at, rng)) for at in range(rng.choice([1, 2, 3, 5, 9]))]
-        if len(self.told) > 1 and rng.random() < 0.3:
+        self.alike = rng.random() < 0.6
+        self.told = [
+            Told(f"http://w{at}", state(at, rng, alike=self.alike)) for at in range(rng.choice([1, 2, 3, 5, 9]))
+        ]
+        if len(self.told) > 1 and rng.random() < 0.3 and not self.alike:
             self.told[-1].state = None
         self.workers = [RoutedWorker(Member(told)) for told in self.told]  # type: ignore[arg-type]
+        self.pace_s = {worker: rng.choice([1.0, 1.0, 1.0, 4.0]) for worker in self.workers}
         self.all = Candidates(self.workers)
         self.policy._look(self.workers[0])  # its block size is the index's
         self.sessions: dict[str, RoutedWorker] = {}
@@ -83,7 +88,7 @@ class Simulated:
 
     def request(self) -> GenerateRequest:
         rng = self.rng
-        tokens = [5] * (BLOCK_TOKENS * rng.randrange(3)) + [rng.randrange(3, 6)] * rng.randrange(1, 200)
+        tokens = [5] * (BLOCK_TOKENS * rng.choice([0, 2, 8, 12])) + [rng.randrange(3, 6)] * rng.randrange(1, 200)
         options: dict[str, Any] = {}
         if rng.random() < 0.3:
             options["session_id"] = f"s{rng.randrange(4)}"
@@ -160,11 +165,11 @@ class Simulated:
         if rng.random() < 0.7:
             worker, ended = self.running.pop(rng.randrange(len(self.running)))
             worker.release(sequences=ended.sampling.choices, tokens=ended.prompt_tokens)
-            worker.pace.add(rng.choice([1.0, 1.0, 4.0]), tokens=16, now=self.clock())
+            worker.pace.add(self.pace_s[worker], tokens=16, now=self.clock())
             self.report(worker, ended)
         if rng.random() < 0.2:
             at = rng.randrange(len(self.told))
-            self.told[at].state = state(at, rng)
+            self.told[at].state = state(at, rng, alike=self.alike)
             self.all = Candidates(self.workers)
 
     def report(self, worker: RoutedWorker, request: GenerateRequest) -> None:
@@ -182,7 +187,7 @@ class Simulated:
         )
 
 
-@settings(deadline=None, max_examples=50)
+@settings(deadline=None, max_examples=100)
 @given(st.integers(0, 2**32))
 def test_a_choice_is_the_least_cost_under_the_cap_among_equals_in_turn(seed: int) -> None:
     simulated = Simulated(random.Random(seed))
