@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import numpy as np
 from google.protobuf.message import DecodeError
+from google.protobuf.unknown_fields import UnknownFieldSet
 
 from rollplane.engines.grpc.candidates import read_candidates
 from rollplane.engines.grpc.packed import as_field
@@ -30,6 +31,11 @@ _FINISH: Final[dict[int, FinishReason]] = {
 }
 _FLOAT: Final = np.dtype("<f4")
 _VALUES: Final = wire.Numbers.VALUES_FIELD_NUMBER
+_PACKED: Final = {
+    wire.SequenceOutput.LOGPROBS_FIELD_NUMBER: "logprobs",
+    wire.SequenceOutput.RANKS_FIELD_NUMBER: "ranks",
+}
+"""Fields whose packed numbers were left undecoded; those that are not packed are unknown there."""
 
 
 class AnswerReader:
@@ -109,6 +115,10 @@ class AnswerReader:
             self._breach(f"{values.size} logprobs for {count} tokens")
         if ranks.size != count:
             self._breach(f"{ranks.size} ranks for {count} tokens")
+        unknown = UnknownFieldSet(output)
+        for i in range(len(unknown)):
+            if (name := _PACKED.get(unknown[i].field_number)) is not None:
+                self._breach(f"{name} that are not packed, beside {count} that are")
         alternatives = None
         if self._alternatives:
             if len(output.candidate_tokens) != count:
@@ -235,8 +245,10 @@ def packed_float32s(parts: Sequence[bytes]) -> Float32Array:
         EngineProtocolError: it holds no whole floats.
     """
     data = b"".join(parts)
-    if len(data) % _FLOAT.itemsize:
-        raise EngineProtocolError(f"the engine sent packed floats of {len(data)} bytes")
+    if len(data) % _FLOAT.itemsize or (len(parts) > 1 and any(len(part) % _FLOAT.itemsize for part in parts)):
+        raise EngineProtocolError(
+            f"the engine sent packed floats of {' + '.join(f'{len(part)}' for part in parts)} bytes"
+        )
     return np.frombuffer(data, dtype=_FLOAT)
 
 
@@ -250,7 +262,7 @@ def packed_int32s(parts: Sequence[bytes]) -> Int32Array:
     if data.isascii():  # a byte each
         return np.frombuffer(data, dtype=np.uint8).astype(np.int32)
     try:
-        return int32s(wire.Numbers.FromString(as_field(data, number=_VALUES)).values)
+        return int32s(wire.Numbers.FromString(b"".join([as_field(part, number=_VALUES) for part in parts])).values)
     except DecodeError as error:
         raise EngineProtocolError(f"the engine sent packed numbers that cannot be read: {error}") from None
 

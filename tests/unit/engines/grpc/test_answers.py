@@ -153,16 +153,43 @@ def test_numbers_that_are_not_packed_are_refused_not_lost():
 
 
 @pytest.mark.parametrize(
-    ("read_packed", "part", "says"),
+    ("unpacked", "says"),
     [
-        (packed_float32s, b"\x00\x00\x00", "packed floats of 3 bytes"),
-        (packed_int32s, b"\x01\xff", "cannot be read"),
-        (packed_int32s, b"\xff\xff\xff\xff\x0f", "4294967295"),
+        (b"\x2d" + np.float32(-0.5).tobytes(), "logprobs that are not packed, beside 1 that are"),
+        (b"\x30\x01", "ranks that are not packed, beside 1 that are"),
     ],
 )
-def test_packed_numbers_that_are_none_are_a_breach(read_packed, part, says):
+def test_numbers_that_are_not_packed_are_refused_beside_packed_ones(unpacked, says):
+    packed = pb.SequenceOutput(num_tokens=1, token_ids=[7], logprobs=[-0.5], ranks=[1]).SerializeToString()
+    message = answers_pb2.GenerateResponse(outputs=[answers_pb2.SequenceOutput.FromString(packed + unpacked)])
+
     with pytest.raises(EngineProtocolError, match=says):
-        read_packed([part])
+        AnswerReader(make_request(logprobs=0)).read(message)
+
+
+def test_a_field_that_nobody_knows_is_passed_over():
+    packed = pb.SequenceOutput(num_tokens=1, token_ids=[7], text="x", logprobs=[-0.5], ranks=[1]).SerializeToString()
+    output = answers_pb2.SequenceOutput.FromString(packed + b"\xa2\x06\x01x")  # field 100
+
+    _, choice = AnswerReader(make_request(logprobs=0)).read(answers_pb2.GenerateResponse(outputs=[output]))
+
+    assert choice is not None
+    assert choice.logprobs.values.tolist() == [-0.5]
+
+
+@pytest.mark.parametrize(
+    ("read_packed", "parts", "says"),
+    [
+        (packed_float32s, [b"\x00\x00\x00"], "packed floats of 3 bytes"),
+        (packed_float32s, [b"\x00\x00\x00", b"\x00"], r"packed floats of 3 \+ 1 bytes"),
+        (packed_int32s, [b"\x01\xff"], "cannot be read"),
+        (packed_int32s, [b"\x01\xff", b"\x01"], "cannot be read"),
+        (packed_int32s, [b"\xff\xff\xff\xff\x0f"], "4294967295"),
+    ],
+)
+def test_packed_numbers_that_are_none_are_a_breach(read_packed, parts, says):
+    with pytest.raises(EngineProtocolError, match=says):
+        read_packed(parts)
 
 
 # -- the prompt ------------------------------------------------------------------------------------------------------
