@@ -247,7 +247,8 @@ class PrefixAware:
         seen = self._seen.get(worker)
         if seen is not None and seen.state is state:
             return seen
-        if state is None:
+        if state is None or worker.member.state == "gone":
+            # One that is gone may still answer what it had: it is not taken up again, nor is another of its address dropped.
             return seen or _Seen(worker.url, None, comparable=False)
         block_tokens = state.info.block_tokens
         if self.index is None and block_tokens is not None:

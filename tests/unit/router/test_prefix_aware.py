@@ -151,6 +151,25 @@ async def test_a_new_generation_or_process_is_noticed_at_the_next_choice_whateve
     assert policy.placed(make_request(tokens), warm) == 0
 
 
+async def test_the_last_answer_of_a_worker_that_is_gone_brings_nothing_of_it_back() -> None:
+    workers, policy = await routed(2), PrefixAware()
+    request = make_request(prompt(0))
+    gone = place(policy, request, workers)
+    gone.member.enter("gone")
+    policy.forget(gone)
+    assert policy.index is not None
+    assert policy.index.worker_count == 1
+    local = LocalWorker(gone.url, MockSettings())
+    await local.start()
+    successor = RoutedWorker(Member(local))
+    assert policy.placed(make_request(prompt(0)), successor) == 0
+    policy.answered(request, gone)
+    assert policy.placed(make_request(prompt(0)), successor) == 8176
+    policy.forget(successor)
+    policy.answered(request, gone)
+    assert (gone in policy._seen, policy.index.worker_count) == (False, 1)
+
+
 async def test_salts_adapters_and_versions_are_other_prefixes() -> None:
     workers, policy = await routed(2), PrefixAware()
     tokens = prompt(0, 1024)
