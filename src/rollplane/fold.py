@@ -140,7 +140,8 @@ class Fold:
         if deltas is not None:
             deltas.add(ids, logprobs)
             ids = concat_ids(deltas.ids)
-            logprobs = concat_logprobs(deltas.logprobs) if plan.logprobs else None
+            if plan.logprobs:
+                logprobs = concat_logprobs(deltas.logprobs)
         elif not size:
             ids = concat_ids([])
             logprobs = logprobs if logprobs is not None else concat_logprobs([])

@@ -59,7 +59,7 @@ def decode_array(obj: Any) -> npt.NDArray[Any]:
     name, shape, data = obj["dtype"], obj["shape"], obj["data"]
     if not isinstance(name, str) or name not in WIRE_DTYPES:
         raise ValueError(f"array dtype {name!r} is not one of {sorted(WIRE_DTYPES)}")
-    if not isinstance(shape, list) or (_is_odd(shape[0]) if len(shape) == 1 else any(map(_is_odd, shape))):
+    if not isinstance(shape, list) or any(map(_is_odd, shape)):
         raise ValueError(f"array shape {shape!r} is not a list of sizes")
     if len(shape) > MAX_DIMENSIONS:
         raise ValueError(f"array shape has {len(shape)} dimensions, the limit is {MAX_DIMENSIONS}")

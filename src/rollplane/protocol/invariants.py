@@ -117,8 +117,8 @@ def check_choice(
     if mask is False and choice.sampling_mask is not None:
         raise EngineProtocolError(f"{where}: a sampling mask was not asked for")
     if choice.sampling_mask is not None:
-        _check_dtype(choice.sampling_mask.ids, _INT32, where=f"{where}: sampling mask ids")
-        _check_dtype(choice.sampling_mask.offsets, _INT32, where=f"{where}: sampling mask offsets")
+        _check_dtype(choice.sampling_mask.ids, _INT32, where=where, of="sampling mask ids")
+        _check_dtype(choice.sampling_mask.offsets, _INT32, where=where, of="sampling mask offsets")
         check_mask(choice.sampling_mask, choice.token_ids, where=where)
     if choice.routed_experts is not None:
         check_routes(choice.routed_experts, prompt_tokens=prompt_tokens, tokens=tokens, start=routes_start, where=where)
@@ -138,7 +138,7 @@ def check_token_ids(token_ids: Int32Array, *, where: str) -> None:
 
 def check_logprobs(logprobs: TokenLogprobs, *, tokens: int, where: str) -> None:
     """One finite log-probability per token; alternatives, where present, one row per token."""
-    _check_dtype(logprobs.values, _FLOAT32, where=f"{where}: logprobs")
+    _check_dtype(logprobs.values, _FLOAT32, where=where, of="logprobs")
     if logprobs.values.shape != (tokens,):
         raise EngineProtocolError(f"{where}: {logprobs.values.size} logprobs for {tokens} tokens")
     if not _all_finite(logprobs.values):
@@ -147,7 +147,7 @@ def check_logprobs(logprobs: TokenLogprobs, *, tokens: int, where: str) -> None:
             f"{where}: the logprob of sampled token {bad} is {float(logprobs.values[bad])}; the sample is unusable"
         )
     if logprobs.ranks is not None:
-        _check_dtype(logprobs.ranks, _INT32, where=f"{where}: ranks")
+        _check_dtype(logprobs.ranks, _INT32, where=where, of="ranks")
         if logprobs.ranks.shape != (tokens,):
             raise EngineProtocolError(f"{where}: {logprobs.ranks.size} ranks for {tokens} tokens")
     if logprobs.alternatives is not None:
@@ -160,10 +160,10 @@ def check_alternatives(alternatives: Alternatives | PromptLogprobs, *, rows: int
     No row holds an id twice: as an object's keys the second would hide the first.
     """
     ids, values, ranks, offsets = alternatives.ids, alternatives.values, alternatives.ranks, alternatives.offsets
-    for array, dtype in ((ids, _INT32), (values, _FLOAT32), (ranks, _INT32), (offsets, _INT32)):
-        if array.ndim != 1 or array.dtype != dtype:
-            for name, kind in (("ids", _INT32), ("values", _FLOAT32), ("ranks", _INT32), ("offsets", _INT32)):
-                _check_dtype(getattr(alternatives, name), kind, where=f"{where}: {name} of alternatives")
+    _check_dtype(ids, _INT32, where=where, of="ids of alternatives")
+    _check_dtype(values, _FLOAT32, where=where, of="values of alternatives")
+    _check_dtype(ranks, _INT32, where=where, of="ranks of alternatives")
+    _check_dtype(offsets, _INT32, where=where, of="offsets of alternatives")
     one_each = _check_offsets(offsets, rows=rows, entries=ids.size, where=where, of="alternatives")
     if not ids.size == values.size == ranks.size:
         raise EngineProtocolError(
@@ -290,10 +290,10 @@ def _first_repeat(array: np.ndarray[Any, Any]) -> tuple[int, int] | None:
     return None
 
 
-def _check_dtype(array: np.ndarray[Any, Any], dtype: np.dtype[Any], *, where: str) -> None:
+def _check_dtype(array: np.ndarray[Any, Any], dtype: np.dtype[Any], *, where: str, of: str) -> None:
     if array.ndim != 1 or array.dtype != dtype:
         raise EngineProtocolError(
-            f"{where} are {array.dtype.name}{list(array.shape)}, not {dtype.name} in one dimension"
+            f"{where}: {of} are {array.dtype.name}{list(array.shape)}, not {dtype.name} in one dimension"
         )
 
 

@@ -74,10 +74,7 @@ async def serve(
         stream = asked.stream
         request.scope[REQUEST_ID] = asked.request_id
         wanted = wanted_type(head.get("accept"), stream=stream)
-        try:
-            info = service.engine.info
-        except Unavailable:
-            info = await info_of(service, request.receive, asked.head, options=asked.options)
+        info = await info_of(service, request.receive, asked.head, options=asked.options)
         plan = plan_for(asked, info, exact=service.role == "worker")
         encoding = asked.options.routed_experts_encoding or service.settings.routes_encoding
         if stream:
@@ -97,10 +94,9 @@ async def serve(
 
 async def read_request(head: Mapping[str, str], body: bytes, service: Service) -> GenerateRequest:
     """The checked request in a body and its head; a big one is read in the pool."""
-    kind, limits = head.get("content-type", JSON), service.limits
-    if len(body) <= BIG_BODY_BYTES:
-        return parse_request(body, content_type=kind, headers=head, limits=limits)
-    return await service.in_pool(lambda: parse_request(body, content_type=kind, headers=head, limits=limits))
+    kind = head.get("content-type", JSON)
+    read = functools.partial(parse_request, body, content_type=kind, headers=head, limits=service.limits)
+    return await service.in_pool(read, big=len(body) > BIG_BODY_BYTES)
 
 
 @functools.lru_cache(maxsize=64)
@@ -147,7 +143,7 @@ async def _answer(
 ) -> bytes | list[Piece]:
     events = await whole_of(service.engine, request)
     big = any_big(events)
-    response = await service.in_pool(folded, events, plan) if big else folded(events, plan)
+    response = await service.in_pool(folded, events, plan, big=big)
     service.metrics.count_response(response)
     if not big and response.usage.completion_tokens <= BIG_NUMBERS:
         return encode_msgpack(response) if wanted == MSGPACK else encode_json(response, routes=routes)

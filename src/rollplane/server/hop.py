@@ -68,8 +68,8 @@ async def _read(request: Request, service: Service) -> GenerateRequest:
         raise InvalidRequest(
             f"header {WIRE_HEADER} is {wire!r}, this worker speaks wire version {WIRE_VERSION}", param=WIRE_HEADER
         )
-    kind = head.get("content-type", "")
-    if kind != MSGPACK and (kind := kind.split(";", 1)[0].strip().lower()) != MSGPACK:
+    kind = head.get("content-type", "").split(";", 1)[0].strip().lower()
+    if kind != MSGPACK:
         raise UnsupportedMedia(f"Content-Type {kind!r} is not read here; send {MSGPACK}")
     body = await read_body(
         request.receive,
@@ -78,8 +78,7 @@ async def _read(request: Request, service: Service) -> GenerateRequest:
         timeout_s=service.settings.body_timeout_s,
         peer=peer_of(request.scope),
     )
-    big = len(body) > BIG_BODY_BYTES
-    hop = await service.in_pool(decode_hop_request, body) if big else decode_hop_request(body)
+    hop = await service.in_pool(decode_hop_request, body, big=len(body) > BIG_BODY_BYTES)
     if hop.deadline_s is not None:
         hop.request.options.deadline_s = max(hop.deadline_s, 0.001)
     return hop.request

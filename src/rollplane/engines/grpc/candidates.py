@@ -56,9 +56,9 @@ def read_candidates(rows: Sequence[bytes]) -> Candidates:
     Raises:
         EngineProtocolError: a row that is none, or an id that does not fit int32.
     """
+    rows = list(rows)  # every walk along protobuf's own list makes all of its bytes again
     if 0 < len(rows) <= FEW_ROWS and len(rows[0]) <= _MOST and (found := _read_ones(rows)) is not None:
         return found
-    rows = list(rows)  # every walk along protobuf's own list makes all of its bytes again
     if len(rows) <= FEW_ROWS and sum(sizes := list(map(len, rows))) <= FEW_BYTES:
         return _read_joined(rows, sizes) or _read_one_by_one(rows)
     lengths = np.fromiter(map(len, rows), dtype=np.int64, count=len(rows))
@@ -100,7 +100,6 @@ def _id_of(begin: bytes) -> int:
 
 def _read_ones(rows: Sequence[bytes]) -> Candidates | None:
     """None where not every row is one candidate with an id, and a rank in one byte."""
-    rows = list(rows)
     if min(map(len, rows)) < _LEAST:
         rows = [row if len(row) >= _LEAST else _with_logprob(row) for row in rows]
     try:

@@ -72,6 +72,11 @@ class _Live:
             if not waiter.done():
                 waiter.set_result(None)
 
+    def is_left(self) -> bool:
+        """A reader leaves; whether it was the last one of a request that still runs."""
+        self.readers -= 1
+        return self.readers == 0 and not self.ended
+
     async def change(self) -> None:
         waiter = asyncio.get_running_loop().create_future()
         self.waiters.append(waiter)
@@ -163,8 +168,7 @@ class LiveRequests:
                     return
                 await live.change()
         finally:
-            live.readers -= 1
-            if live.readers == 0 and not live.ended:
+            if live.is_left():
                 await self._left_alone(live)
 
     async def whole(self, request: GenerateRequest) -> list[Event]:
@@ -177,8 +181,7 @@ class LiveRequests:
                 raise live.error
             return list(live.events)
         finally:
-            live.readers -= 1
-            if live.readers == 0 and not live.ended:
+            if live.is_left():
                 await self._left_alone(live)
 
     def _join(self, request: GenerateRequest) -> _Live:
