@@ -6,15 +6,15 @@ import numpy as np
 
 from rollplane.protocol.arrays import Int32Array
 
-FEW: Final = 1024
+FEW: Final = 640
 """Up to so many entries a list costs less."""
-_BOUNDS: Final = tuple(1 << 7 * i for i in range(1, 5))
-"""From each of these on, a varint has one byte more."""
+MOST: Final = (1 << 28) - 1
+"""The largest number whose varint has four bytes."""
 
 
 def extend_field(message: Any, name: str, values: Int32Array) -> None:
     """Add numbers, none negative, to a packed field of a message whose only set field it is."""
-    if values.size <= FEW:
+    if values.size <= FEW or np.maximum.reduce(values) > MOST:
         getattr(message, name).extend(values.tolist())
         return
     number = message.DESCRIPTOR.fields_by_name[name].number
@@ -27,18 +27,17 @@ def as_field(data: bytes, *, number: int) -> bytes:
 
 
 def packed_varints(values: Int32Array) -> bytes:
-    """The varints of numbers [N], N > 0, none negative, one after the other."""
-    wide = values.view(np.uint32)
-    width = 1 + sum(int(np.maximum.reduce(wide)) >= bound for bound in _BOUNDS)
-    cells = np.empty((wide.size, width), dtype=np.uint8)
-    keep = np.ones((wide.size, width), dtype=np.bool_)
-    for i in range(width):
-        cells[:, i] = (wide >> 7 * i) & 0x7F
-        if i + 1 < width:
-            more = wide >= _BOUNDS[i]
-            cells[:, i] |= more.view(np.uint8) << 7
-            keep[:, i + 1] = more
-    return cells[keep].tobytes() if width > 1 else cells.tobytes()
+    """The varints of numbers [N] from 0 to `MOST`, one after the other, each of four bytes.
+
+    A varint may have bytes more than it needs. They reach no wire: protobuf writes the numbers anew.
+    """
+    wide = values.astype("<u4")
+    cells = wide & 0x7F
+    cells |= 0x808080
+    for i in range(1, 4):
+        wide <<= 1
+        cells |= wide & (0x7F << 8 * i)
+    return cells.tobytes()
 
 
 def _varint(value: int) -> bytes:
