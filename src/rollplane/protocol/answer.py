@@ -35,11 +35,11 @@ _json = msgspec.json.Encoder()
 RoutesForm = Encoding | Literal["nested"]
 """How an answer writes routed experts: as a request may ask, or `nested`, SkyRL's JSON lists [rows, layers, top_k]."""
 _NULL: Final = msgspec.Raw(b"null")
-_ENTRY: Final = b'{"token":"token_id:'
-_LOGPROB: Final = b'","logprob":'
-_TOP: Final = b',"bytes":null,"top_logprobs":['
-_END: Final = b',"bytes":null}'
-_NEXT: Final = b"]}," + _ENTRY
+_ENTRY: Final = '{"token":"token_id:'
+_LOGPROB: Final = '","logprob":'
+_TOP: Final = ',"bytes":null,"top_logprobs":['
+_END: Final = ',"bytes":null}'
+_NEXT: Final = "]}," + _ENTRY
 """The fixed text of `logprobs`, in its order: a sampled token, its alternatives (which begin as it does), the next token."""
 BLOCK_NUMBERS: Final = 2048
 """Numbers written in one go where an answer is made of pieces: a fraction of a millisecond."""
@@ -234,14 +234,16 @@ def _entries(token_ids: np.ndarray[Any, Any], logprobs: TokenLogprobs, *, text: 
     Args:
         text: the ids as a JSON array, where it is written already.
     """
-    ids = _cells(token_ids) if text is None else text[1:-1].split(b",")
+    ids = _cells(token_ids) if text is None else _cut(text)
     values = _cells(logprobs.values)
-    return _ENTRY + b"".join(_woven([ids, _LOGPROB, values, *_top_parts(token_ids, ids, logprobs, values)]))
+    woven = _woven([ids, _LOGPROB, values, *_top_parts(token_ids, ids, logprobs, values)])
+    woven[0] = _ENTRY + woven[0]
+    return "".join(woven).encode("ascii")
 
 
 def _top_parts(
-    token_ids: np.ndarray[Any, Any], ids: list[bytes], logprobs: TokenLogprobs, values: list[bytes]
-) -> list[bytes | list[bytes]]:
+    token_ids: np.ndarray[Any, Any], ids: list[str], logprobs: TokenLogprobs, values: list[str]
+) -> list[str | list[str]]:
     """What stands between the log-probability of one token and the id of the next, as parts to weave.
 
     Rows of one width, as engines make them, are woven column by column. The one column that repeats the sampled tokens
@@ -262,17 +264,17 @@ def _top_parts(
         if width == 0:
             return [_TOP + _NEXT]
     top_ids, top_values = _cells(top.ids), _cells(top.values)
-    parts: list[bytes | list[bytes]] = []
+    parts: list[str | list[str]] = []
     for i in range(width):
-        before = _END + b"," if i else _TOP
+        before = _END + "," if i else _TOP
         parts += [before + _ENTRY, top_ids[i::width], _LOGPROB, top_values[i::width]]
     return [*parts, _END + _NEXT]
 
 
-def _top_cells(alternatives: Alternatives) -> list[bytes]:
+def _top_cells(alternatives: Alternatives) -> list[str]:
     ids, values = _cells(alternatives.ids), _cells(alternatives.values)
     cells = [_ENTRY + token + _LOGPROB + value + _END for token, value in zip(ids, values, strict=True)]
-    return [b",".join(cells[a:b]) for a, b in itertools.pairwise(alternatives.offsets.tolist())]
+    return [",".join(cells[a:b]) for a, b in itertools.pairwise(alternatives.offsets.tolist())]
 
 
 def prompt_logprobs_raw(logprobs: PromptLogprobs | None, holes: Holes | None = None) -> msgspec.Raw:
@@ -297,30 +299,29 @@ def _prompt_rows(logprobs: PromptLogprobs, first: int, end: int) -> bytes:
     a, b = int(logprobs.offsets[first]), int(logprobs.offsets[end])
     ids, values, ranks = (_cells(part[a:b]) for part in (logprobs.ids, logprobs.values, logprobs.ranks))
     cells = [
-        b'"'
-        + token
-        + b'":{"logprob":'
-        + value
-        + b',"rank":'
-        + (rank if rank != b"0" else b"null")
-        + b',"decoded_token":null}'
+        f'"{token}":{{"logprob":{value},"rank":{rank if rank != "0" else "null"},"decoded_token":null}}'
         for token, value, rank in zip(ids, values, ranks, strict=True)
     ]
     offsets = (logprobs.offsets[first : end + 1] - a).tolist()
-    return b",".join([b"{" + b",".join(cells[i:j]) + b"}" for i, j in itertools.pairwise(offsets)])
+    return ",".join(["{" + ",".join(cells[i:j]) + "}" for i, j in itertools.pairwise(offsets)]).encode("ascii")
 
 
-def _cells(array: np.ndarray[Any, Any]) -> list[bytes]:
+def _cells(array: np.ndarray[Any, Any]) -> list[str]:
     """The JSON text of each number. float32 values are written as the doubles they are, which read back exactly."""
-    return _json.encode(array.tolist())[1:-1].split(b",") if array.size else []
+    return _cut(_json.encode(array.tolist())) if array.size else []
 
 
-def _woven(parts: list[bytes | list[bytes]]) -> list[bytes]:
+def _cut(text: bytes) -> list[str]:
+    """The numbers of a JSON array that has some. As `str`: joining `bytes` takes a buffer of 80 bytes for each of them."""
+    return text.decode("ascii")[1:-1].split(",")
+
+
+def _woven(parts: list[str | list[str]]) -> list[str]:
     """As many records of cells and fixed text as the first part has cells; what begins the next record is cut off the last."""
     width, count = len(parts), len(parts[0])
-    out = [b"" if isinstance(part, list) else part for part in parts] * count
+    out = ["" if isinstance(part, list) else part for part in parts] * count
     for i, part in enumerate(parts):
         if isinstance(part, list):
             out[i::width] = part
-    out[-1] = out[-1].removesuffix(b"," + _ENTRY)
+    out[-1] = out[-1].removesuffix("," + _ENTRY)
     return out
