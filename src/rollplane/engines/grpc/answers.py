@@ -11,7 +11,8 @@ import numpy as np
 from google.protobuf.message import DecodeError
 from google.protobuf.unknown_fields import UnknownFieldSet
 
-from rollplane.engines.grpc.candidates import read_candidates
+from rollplane.engines.grpc.candidates import Candidates, read_candidates
+from rollplane.engines.grpc.long_answers import LongAnswer
 from rollplane.engines.grpc.packed import as_field
 from rollplane.engines.grpc.proto import answers_pb2 as wire
 from rollplane.engines.grpc.proto import inference_pb2 as pb
@@ -63,12 +64,15 @@ class AnswerReader:
     def __repr__(self) -> str:
         return f"<AnswerReader {self._request.request_id} choice {self.index}: {self.tokens} tokens{', finished' if self.finished else ''}>"
 
-    def read(self, answer: wire.GenerateResponse) -> tuple[PromptEvent | None, ChoiceEvent | None]:
+    def read(self, answer: wire.GenerateResponse | LongAnswer) -> tuple[PromptEvent | None, ChoiceEvent | None]:
         """The events of one message; None where it says nothing of the kind.
 
         Raises:
             EngineProtocolError: with the numbers.
         """
+        if isinstance(answer, LongAnswer):
+            prompt = None if answer.prompt_info is None else self._read_prompt(answer.prompt_info)
+            return prompt, self._read_output(answer.output, answer.candidates)
         prompt = self._read_prompt(answer.prompt_info) if answer.HasField("prompt_info") else None
         if not answer.outputs:
             return prompt, None
@@ -89,7 +93,8 @@ class AnswerReader:
 
     # -- output ------------------------------------------------------------------------------------------------------
 
-    def _read_output(self, output: wire.SequenceOutput) -> ChoiceEvent:
+    def _read_output(self, output: wire.SequenceOutput, candidates: Candidates | None = None) -> ChoiceEvent:
+        """`candidates`: those that were read already."""
         if self.finished:
             self._breach("an output after finish_info")
         if output.index != 0:
@@ -102,13 +107,15 @@ class AnswerReader:
         event = ChoiceEvent(
             index=self.index,
             token_ids=token_ids,
-            logprobs=self._read_logprobs(output, token_ids) if self._logprobs else None,
+            logprobs=self._read_logprobs(output, token_ids, candidates) if self._logprobs else None,
         )
         if output.HasField("finish_info"):
             self._read_finish(output.finish_info, event)
         return event
 
-    def _read_logprobs(self, output: wire.SequenceOutput, token_ids: Int32Array) -> TokenLogprobs:
+    def _read_logprobs(
+        self, output: wire.SequenceOutput, token_ids: Int32Array, candidates: Candidates | None
+    ) -> TokenLogprobs:
         count = int(token_ids.size)
         values, ranks = packed_float32s(output.logprobs), packed_int32s(output.ranks)
         if values.size != count:
@@ -121,9 +128,10 @@ class AnswerReader:
                 self._breach(f"{name} that are not packed, beside {count} that are")
         alternatives = None
         if self._alternatives:
-            if len(output.candidate_tokens) != count:
-                self._breach(f"{len(output.candidate_tokens)} candidate_tokens for {count} tokens")
-            ids, tops, top_ranks, offsets = read_candidates(output.candidate_tokens)
+            rows = len(output.candidate_tokens) if candidates is None else candidates.offsets.size - 1
+            if rows != count:
+                self._breach(f"{rows} candidate_tokens for {count} tokens")
+            ids, tops, top_ranks, offsets = candidates or read_candidates(output.candidate_tokens)
             if count and not is_one_each(offsets) and int(np.diff(offsets).min()) < 1:
                 self._breach(f"token {int(np.diff(offsets).argmin())} has no candidate")
             self.floored += floor(tops)

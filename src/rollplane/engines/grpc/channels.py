@@ -8,7 +8,7 @@ from typing import Any, Final
 import grpc
 import grpc.aio
 
-from rollplane.engines.grpc.proto import answers_pb2
+from rollplane.engines.grpc.long_answers import parse_answer
 from rollplane.engines.grpc.services import CONTROL, INFERENCE, Stub
 from rollplane.engines.grpc.settings import GrpcSettings
 from rollplane.errors import InvalidRequest
@@ -22,7 +22,7 @@ class Lane:
 
     def __init__(self, channel: grpc.aio.Channel) -> None:
         self.channel = channel
-        self.inference = Stub(channel, INFERENCE, answers=answers_pb2.GenerateResponse)
+        self.inference = Stub(channel, INFERENCE, parse=parse_answer)
         self.control = Stub(channel, CONTROL)
         self.calls = 0
 

@@ -24,15 +24,17 @@ class Stub:
     """One service on one channel: every rpc is an attribute by its name.
 
     Args:
-        answers: class that answers are read into, in place of the one the service names.
+        parse: makes an answer of its bytes, in place of the class that the service names.
     """
 
-    def __init__(self, channel: grpc.aio.Channel, service: ServiceDescriptor, *, answers: Any = None) -> None:
+    def __init__(
+        self, channel: grpc.aio.Channel, service: ServiceDescriptor, *, parse: Callable[[bytes], Any] | None = None
+    ) -> None:
         self._service = service.full_name
         for method in service.methods:
             make = channel.unary_stream if method.server_streaming else channel.unary_unary
-            kind = answers or _message_class(method.output_type)
-            setattr(self, method.name, make(method_path(method), _serialize, kind.FromString))
+            read = parse or _message_class(method.output_type).FromString
+            setattr(self, method.name, make(method_path(method), _serialize, read))
 
     def __repr__(self) -> str:
         return f"<Stub {self._service}>"

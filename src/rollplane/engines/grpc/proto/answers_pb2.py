@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from rollplane.engines.grpc.proto import inference_pb2 as rollplane_dot_engines_dot_grpc_dot_proto_dot_inference__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*rollplane/engines/grpc/proto/answers.proto\x12\x0erollplane.grpc\x1a,rollplane/engines/grpc/proto/inference.proto\"u\n\nPromptInfo\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12\r\n\x05ranks\x18\x04 \x03(\r\x12\x18\n\x10\x63\x61ndidate_tokens\x18\x05 \x03(\x0c\"\xbd\x01\n\x0eSequenceOutput\x12\r\n\x05index\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x10\n\x08logprobs\x18\x05 \x03(\x0c\x12\r\n\x05ranks\x18\x06 \x03(\x0c\x12\x18\n\x10\x63\x61ndidate_tokens\x18\x07 \x03(\x0c\x12*\n\x0b\x66inish_info\x18\x08 \x01(\x0b\x32\x10.vllm.FinishInfoH\x00\x88\x01\x01\x42\x0e\n\x0c_finish_info\"\x89\x01\n\x10GenerateResponse\x12\x34\n\x0bprompt_info\x18\x01 \x01(\x0b\x32\x1a.rollplane.grpc.PromptInfoH\x00\x88\x01\x01\x12/\n\x07outputs\x18\x02 \x03(\x0b\x32\x1e.rollplane.grpc.SequenceOutputB\x0e\n\x0c_prompt_info\"\x19\n\x07Numbers\x12\x0e\n\x06values\x18\x01 \x03(\rb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n*rollplane/engines/grpc/proto/answers.proto\x12\x0erollplane.grpc\x1a,rollplane/engines/grpc/proto/inference.proto\"u\n\nPromptInfo\x12\x19\n\x11num_prompt_tokens\x18\x01 \x01(\r\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x10\n\x08logprobs\x18\x03 \x03(\x02\x12\r\n\x05ranks\x18\x04 \x03(\r\x12\x18\n\x10\x63\x61ndidate_tokens\x18\x05 \x03(\x0c\"\xbd\x01\n\x0eSequenceOutput\x12\r\n\x05index\x18\x01 \x01(\r\x12\x12\n\nnum_tokens\x18\x03 \x01(\r\x12\x11\n\ttoken_ids\x18\x04 \x03(\r\x12\x10\n\x08logprobs\x18\x05 \x03(\x0c\x12\r\n\x05ranks\x18\x06 \x03(\x0c\x12\x18\n\x10\x63\x61ndidate_tokens\x18\x07 \x03(\x0c\x12*\n\x0b\x66inish_info\x18\x08 \x01(\x0b\x32\x10.vllm.FinishInfoH\x00\x88\x01\x01\x42\x0e\n\x0c_finish_info\"\x89\x01\n\x10GenerateResponse\x12\x34\n\x0bprompt_info\x18\x01 \x01(\x0b\x32\x1a.rollplane.grpc.PromptInfoH\x00\x88\x01\x01\x12/\n\x07outputs\x18\x02 \x03(\x0b\x32\x1e.rollplane.grpc.SequenceOutputB\x0e\n\x0c_prompt_info\"e\n\x0cLongResponse\x12\x34\n\x0bprompt_info\x18\x01 \x01(\x0b\x32\x1a.rollplane.grpc.PromptInfoH\x00\x88\x01\x01\x12\x0f\n\x07outputs\x18\x02 \x03(\x0c\x42\x0e\n\x0c_prompt_info\"\x19\n\x07Numbers\x12\x0e\n\x06values\x18\x01 \x03(\rb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -38,6 +38,8 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_SEQUENCEOUTPUT']._serialized_end=417
   _globals['_GENERATERESPONSE']._serialized_start=420
   _globals['_GENERATERESPONSE']._serialized_end=557
-  _globals['_NUMBERS']._serialized_start=559
-  _globals['_NUMBERS']._serialized_end=584
+  _globals['_LONGRESPONSE']._serialized_start=559
+  _globals['_LONGRESPONSE']._serialized_end=660
+  _globals['_NUMBERS']._serialized_start=662
+  _globals['_NUMBERS']._serialized_end=687
 # @@protoc_insertion_point(module_scope)

@@ -47,6 +47,14 @@ class GenerateResponse(_message.Message):
     outputs: _containers.RepeatedCompositeFieldContainer[SequenceOutput]
     def __init__(self, prompt_info: _Optional[_Union[PromptInfo, _Mapping]] = ..., outputs: _Optional[_Iterable[_Union[SequenceOutput, _Mapping]]] = ...) -> None: ...
 
+class LongResponse(_message.Message):
+    __slots__ = ("prompt_info", "outputs")
+    PROMPT_INFO_FIELD_NUMBER: _ClassVar[int]
+    OUTPUTS_FIELD_NUMBER: _ClassVar[int]
+    prompt_info: PromptInfo
+    outputs: _containers.RepeatedScalarFieldContainer[bytes]
+    def __init__(self, prompt_info: _Optional[_Union[PromptInfo, _Mapping]] = ..., outputs: _Optional[_Iterable[bytes]] = ...) -> None: ...
+
 class Numbers(_message.Message):
     __slots__ = ("values",)
     VALUES_FIELD_NUMBER: _ClassVar[int]
