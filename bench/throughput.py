@@ -1,24 +1,29 @@
 """Tokens per second through a real vLLM engine on the CPU: what stands before it may not cost any.
 
-    python bench/throughput.py --group rs --rounds 60 [--append FILE]        # about 25 s per round
-    python bench/throughput.py --group python --rounds 60 [--append FILE]    # about 12 s per round
+    python bench/throughput.py --group rs --rounds 60 [--append FILE]        # about 28 s per round
+    python bench/throughput.py --group python --rounds 60 [--append FILE]    # about 16 s per round
 
 `rs`: vLLM's Rust server, asked directly, through Rollplane's frontend and sidecar worker, and through NVIDIA Dynamo's
 frontend and sidecar, all before one engine. `python`: vLLM's Python server, and our worker with vLLM in its process, an
-engine each. 32 clients ask for 64 tokens each, one request after the other, for `--seconds`; then what is under way is
-finished, and the round's figure is all tokens over all of its time. The stacks take turns, each round beginning with
-another one. Printed: by stack the mean, and the mean of its rounds' ratios to the first stack with the 95 % bounds of that
-mean (Student's t). `--append`: rounds are added to the file as they end, and those that are in it count too, so that a
-long measurement may be made in parts. It needs the environments of `make vllm-env`.
+engine each. 32 clients ask for 64 tokens each, one request after the other. The stacks take turns, each round beginning
+with another one.
+
+Two figures per round. `steady`: once every client has had three answers, the tokens that the engine itself counts in
+`--seconds`, over that time. `drained`: all tokens of the round over all of its time, from its first request to the last
+answer of those that were under way when its time was over: a rollout that starts at once and is waited for. A round whose
+engine counts more or less tokens than were answered is an error. Printed: by stack the mean, and the mean of its rounds'
+ratios to the first stack with the 95 % bounds of that mean (Student's t). `--append`: rounds are added to the file as they
+end, and those that are in it count too, so that a long measurement may be made in parts. It needs the environments of
+`make vllm-env`.
 """
 
 import argparse
 import asyncio
-import json
 import math
 import os
 import statistics
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import aiohttp
@@ -28,6 +33,9 @@ from load import PATH, Load, bodies
 from stacks import Rack, Stack, interpreter, rack, wait_until_serving
 
 LOAD = Load(prompt=64, output=64, concurrency=32, requests=0)
+SETTLED_ANSWERS = 3
+"""Answers that every client has had before the engine's tokens are counted."""
+TOKENS, STEPS = COUNTS = ("vllm:generation_tokens_total", "vllm:iteration_tokens_total_count")
 T_975 = (12.71, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.179, 2.145, 2.12, 2.101, 2.086)
 """Student's 97.5 % for 1..10, 12, 14, 16, 18, 20 degrees of freedom; 2.04 up to 60, 2.0 beyond."""
 
@@ -41,52 +49,100 @@ def start(group: str, made: Rack) -> list[Stack]:
     return [direct, made.rollplane(served, kind=group), made.dynamo(served, kind=group)]
 
 
-async def round_of(session: aiohttp.ClientSession, stack: Stack, sent: list[bytes], *, seconds: float) -> float:
-    """Tokens per second of one round."""
+@dataclass(frozen=True)
+class Round:
+    """Tokens per second, and the engine's steps per token of a request (1 is the least)."""
+
+    steady: float
+    drained: float
+    steps: float
+
+
+class Line(msgspec.Struct):
+    """A round as `--append` writes it."""
+
+    group: str
+    seconds: float
+    rounds: dict[str, Round]
+
+
+async def counted(session: aiohttp.ClientSession, url: str) -> tuple[float, float, float]:
+    """The engine's own counts of tokens and of steps, and when they were read."""
+    async with session.get(f"{url}/metrics") as answered:
+        page = await answered.text()
+    found = dict.fromkeys(COUNTS, 0.0)
+    for line in page.splitlines():
+        if (name := line.partition("{")[0]) in found:
+            found[name] += float(line.rpartition(" ")[2])
+    return found[TOKENS], found[STEPS], time.perf_counter()
+
+
+async def round_of(
+    session: aiohttp.ClientSession, stack: Stack, sent: list[bytes], *, engine_url: str, seconds: float
+) -> Round:
+    """One round."""
     headers = {"content-type": "application/json"}
     answers: list[bytes] = []
-    ends = time.perf_counter() + seconds
+    had = [0] * LOAD.concurrency
+    settled, over = asyncio.Event(), asyncio.Event()
 
     async def client(which: int) -> None:
-        while time.perf_counter() < ends:
+        while not over.is_set():
             async with session.post(stack.url + PATH, data=sent[which % len(sent)], headers=headers) as answered:
                 answers.append(await answered.read())
                 if answered.status != 200:
                     raise RuntimeError(f"{stack.name} answered {answered.status}: {answers[-1][:300]!r}")
+            had[which] += 1
+            if min(had) >= SETTLED_ANSWERS:
+                settled.set()
 
-    began = time.perf_counter()
+    tokens_before, _, began_s = await counted(session, engine_url)
     async with asyncio.TaskGroup() as group:
         for which in range(LOAD.concurrency):
             group.create_task(client(which))
-    took_s = time.perf_counter() - began
+        await settled.wait()
+        first = await counted(session, engine_url)
+        await asyncio.sleep(seconds)
+        last = await counted(session, engine_url)
+        over.set()
+    took_s = time.perf_counter() - began_s
     for answer in (answers[0], answers[-1]):
         if len(msgspec.json.decode(answer)["choices"][0]["token_ids"]) != LOAD.output:
             raise RuntimeError(f"{stack.name} answered another number of tokens: {answer[:300]!r}")
-    return len(answers) * LOAD.output / took_s
+    made = len(answers) * LOAD.output
+    tokens_after, _, _ = await counted(session, engine_url)
+    if tokens_after - tokens_before != made:
+        raise RuntimeError(f"{stack.name} answered {made} tokens, its engine made {tokens_after - tokens_before:.0f}")
+    tokens, steps, window_s = (after - before for before, after in zip(first, last, strict=True))
+    return Round(tokens / window_s, made / took_s, steps * LOAD.concurrency / tokens)
 
 
-async def measure(args: argparse.Namespace) -> list[dict[str, float]]:
-    """Rounds as tokens per second by stack."""
+async def measure(args: argparse.Namespace) -> list[dict[str, Round]]:
+    """Rounds by stack."""
     sent: dict[str, list[bytes]] = {}
-    found: list[dict[str, float]] = []
+    found: list[dict[str, Round]] = []
     with rack() as made:
         stacks = start(args.group, made)
+        urls = [stacks[0].url] * len(stacks) if args.group == "rs" else [stack.url for stack in stacks]
         timeout = aiohttp.ClientTimeout(total=600)
         async with aiohttp.ClientSession(connector=aiohttp.TCPConnector(limit=0), timeout=timeout) as session:
             for stack in stacks:
                 sent[stack.name] = bodies(LOAD, "unary", model=await wait_until_serving(session, stack))
-            for stack in stacks:
-                await round_of(session, stack, sent[stack.name], seconds=args.seconds)  # warms up
+
+            async def one(which: int) -> Round:
+                stack = stacks[which]
+                body = sent[stack.name]
+                return await round_of(session, stack, body, engine_url=urls[which], seconds=args.seconds)
+
+            for which in range(len(stacks)):
+                await one(which)  # warms up
             for number in range(args.rounds):
-                turn = number % len(stacks)
-                rates = {}
-                for stack in stacks[turn:] + stacks[:turn]:
-                    rates[stack.name] = await round_of(session, stack, sent[stack.name], seconds=args.seconds)
+                order = [(number + i) % len(stacks) for i in range(len(stacks))]
+                rates = {stacks[which].name: await one(which) for which in order}
                 found.append(rates)
                 if args.append is not None:
-                    line = {"group": args.group, "seconds": args.seconds, "tokens_per_s": rates}
-                    with args.append.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps(line) + "\n")
+                    with args.append.open("ab") as file:
+                        file.write(msgspec.json.encode(Line(args.group, args.seconds, rates)) + b"\n")
     return found
 
 
@@ -101,15 +157,23 @@ def bounds(ratios: list[float]) -> tuple[float, float]:
     return statistics.mean(ratios) - half, statistics.mean(ratios) + half
 
 
-def report(rounds: list[dict[str, float]]) -> None:
-    """Print a line per stack."""
-    first = next(iter(sorted(rounds[0], key=lambda name: not name.startswith("vllm"))))
+def report(rounds: list[dict[str, Round]]) -> None:
+    """Print a line per stack and figure."""
+    names = sorted(rounds[0], key=lambda name: (not name.startswith("vllm"), name))
+    first = names[0]
     print(f"{len(rounds)} rounds, 32 at once x 64 tokens, load average {os.getloadavg()[0]:.2f}\n{interpreter()}")
-    for name in sorted(rounds[0], key=lambda name: name != first):
-        mean = statistics.mean(each[name] for each in rounds)
-        ratios = [each[name] / each[first] for each in rounds]
-        low, high = bounds(ratios)
-        print(f"  {name:22s} {mean:8.1f} tokens/s, of {first} {statistics.mean(ratios):.3f} ({low:.3f} to {high:.3f})")
+    for figure in ("steady", "drained"):
+        for name in names:
+            mean = statistics.mean(getattr(each[name], figure) for each in rounds)
+            ratios = [getattr(each[name], figure) / getattr(each[first], figure) for each in rounds]
+            low, high = bounds(ratios)
+            print(
+                f"  {figure:8s} {name:22s} {mean:8.1f} tokens/s, of {first} {statistics.mean(ratios):.3f} ({low:.3f} to {high:.3f})"
+            )
+    for name in names:
+        print(
+            f"  steps    {name:22s} {statistics.mean(each[name].steps for each in rounds):.3f} per token of a request"
+        )
 
 
 def main() -> None:
@@ -122,8 +186,8 @@ def main() -> None:
     args = parser.parse_args()
     rounds = asyncio.run(measure(args)) if args.rounds else []
     if args.append is not None:
-        lines = [json.loads(line) for line in args.append.read_text(encoding="utf-8").splitlines()]
-        rounds = [line["tokens_per_s"] for line in lines if line["group"] == args.group]
+        lines = [msgspec.json.decode(line, type=Line) for line in args.append.read_bytes().splitlines()]
+        rounds = [line.rounds for line in lines if line.group == args.group]
     report(rounds)
 
 
