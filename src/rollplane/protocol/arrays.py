@@ -57,22 +57,23 @@ def decode_array(obj: Any) -> npt.NDArray[Any]:
     if not isinstance(obj, dict) or obj.keys() != _ARRAY_KEYS:
         raise ValueError("an array is a map of dtype, shape and data")
     name, shape, data = obj["dtype"], obj["shape"], obj["data"]
-    if not isinstance(name, str) or name not in WIRE_DTYPES:
+    dtype = _DTYPES.get(name) if isinstance(name, str) else None
+    if dtype is None:
         raise ValueError(f"array dtype {name!r} is not one of {sorted(WIRE_DTYPES)}")
-    if not isinstance(shape, list) or any(map(_is_odd, shape)):
+    flat = isinstance(shape, list) and len(shape) == 1
+    if not isinstance(shape, list) or (_is_odd(shape[0]) if flat else any(map(_is_odd, shape))):
         raise ValueError(f"array shape {shape!r} is not a list of sizes")
-    if len(shape) > MAX_DIMENSIONS:
+    if not flat and len(shape) > MAX_DIMENSIONS:
         raise ValueError(f"array shape has {len(shape)} dimensions, the limit is {MAX_DIMENSIONS}")
     if not isinstance(data, (bytes, memoryview)):
         raise ValueError(f"array data is a {type(data).__name__}, not bytes")
-    dtype = _DTYPES[name]
-    wanted = (shape[0] if len(shape) == 1 else math.prod(shape)) * dtype.itemsize
+    wanted = (shape[0] if flat else math.prod(shape)) * dtype.itemsize
     if wanted != len(data):
         raise ValueError(f"array of shape {shape} and dtype {name} needs {wanted} bytes, got {len(data)}")
     if name == "bool" and np.frombuffer(data, dtype=np.uint8).max(initial=0) > 1:
         raise ValueError("array data of dtype bool holds bytes other than 0 and 1")
     array = np.frombuffer(data, dtype=dtype)
-    return array if len(shape) == 1 else array.reshape(shape)
+    return array if flat else array.reshape(shape)
 
 
 def _is_odd(size: Any) -> bool:
@@ -98,9 +99,6 @@ _ITEMS: Final[dict[str, tuple[tuple[type, ...], str]]] = {
 
 def dec_hook(kind: Any, obj: Any) -> Any:
     """msgspec hook: wire maps become arrays; a plain list of integers or numbers is taken too (small clients)."""
-    origin = getattr(kind, "__origin__", kind)
-    if origin is not np.ndarray:
-        raise NotImplementedError(f"{kind} does not cross the wire")
     wanted = _wanted_dtype(kind)
     if isinstance(obj, list) and wanted is not None:
         allowed, says = _ITEMS[wanted.kind]
@@ -119,6 +117,8 @@ def dec_hook(kind: Any, obj: Any) -> Any:
 
 @functools.cache
 def _wanted_dtype(kind: Any) -> np.dtype[Any] | None:
+    if getattr(kind, "__origin__", kind) is not np.ndarray:
+        raise NotImplementedError(f"{kind} does not cross the wire")
     args = get_args(kind)
     inner = get_args(args[1]) if len(args) == 2 else ()
     if inner and isinstance(inner[0], type) and issubclass(inner[0], np.generic):

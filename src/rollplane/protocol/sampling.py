@@ -67,8 +67,7 @@ class SamplingParams(
 
     def get(self, name: str, default: Any = None) -> Any:
         """The value of a field, or `default` where it was omitted or null."""
-        value = getattr(self, name)
-        return default if value is UNSET or value is None else value
+        return self._given.get(name, default)
 
     def given(self) -> dict[str, Any]:
         """The fields that hold a value (neither omitted nor null); not to be changed, for it is made once."""
@@ -99,7 +98,8 @@ class SamplingParams(
     @property
     def truncates(self) -> bool:
         """Whether top-k, top-p or min-p removes tokens from the support."""
-        return self.top_k_limit > 0 or self.get("top_p", 1.0) < 1.0 or self.get("min_p", 0.0) > 0.0
+        given = self._given
+        return bool(given.get("top_k", 0) > 0 or given.get("top_p", 1.0) < 1.0 or given.get("min_p", 0.0) > 0.0)
 
 
 _MSGSPEC_PATH: Final = re.compile(r"(.*) - at `(?:key` in `)?\$([^`]*)`", re.DOTALL)
