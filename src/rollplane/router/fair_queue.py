@@ -50,14 +50,16 @@ LIMITS: Final = ("max_running", "max_running_per_key", "max_waiting", "max_waiti
 class Waiter:
     """A request in the queue, or past it."""
 
-    __slots__ = ("caller", "model", "sequences", "started", "traffic")
+    __slots__ = ("caller", "model", "sequences", "started", "traffic", "turn")
 
     def __init__(self, sequences: int, *, traffic: str, caller: str | None, model: str | None = None) -> None:
         self.sequences = sequences
         self.traffic = traffic
         self.caller = caller
         self.model = model
-        self.started = asyncio.Event()
+        self.started = False
+        self.turn: asyncio.Event | None = None
+        """Set when it starts, of one that has to wait."""
 
     @property
     def who(self) -> Who:
@@ -161,20 +163,21 @@ class FairQueue:
         entry = (request.priority, next(self._arrivals), waiter)
         bisect.insort(self._waiting.setdefault(name, []), entry)
         self._waiting_of_caller[waiter.caller] += 1
+        turn = waiter.turn = asyncio.Event()
         arrived = self._clock()
         self._start_next()
         try:
-            await self._either(waiter.started, woken, ends=ends)
+            await self._either(turn, woken, ends=ends)
         except asyncio.CancelledError:
-            if waiter.started.is_set():
+            if waiter.started:
                 self.leave(waiter)  # let in at the same moment
             raise
         finally:
-            if not waiter.started.is_set():
+            if not waiter.started:
                 self._waiting[name].remove(entry)
             self._no_longer_waits(waiter.caller)
             self.counts.waited_s(name, self._clock() - arrived)
-        if waiter.started.is_set():
+        if waiter.started:
             return waiter
         if woken.is_set():
             return None
@@ -243,10 +246,12 @@ class FairQueue:
         self._of_caller[waiter.caller] += waiter.sequences
         share = self.settings.shares.get(waiter.traffic, 1.0)
         self._served[waiter.traffic] = self._served.get(waiter.traffic, 0.0) + waiter.sequences / share
-        waiter.started.set()
+        waiter.started = True
+        if waiter.turn is not None:
+            waiter.turn.set()
 
     def _start_next(self) -> None:
-        while (found := self._next()) is not None:
+        while self._waiting and (found := self._next()) is not None:
             name, at = found
             _, _, waiter = self._waiting[name].pop(at)
             self._start(waiter)
