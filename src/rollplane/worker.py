@@ -9,8 +9,8 @@ import asyncio
 import contextlib
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator
-from typing import Final, Literal
+from collections.abc import AsyncGenerator, AsyncIterator, Coroutine
+from typing import Any, Final, Literal
 
 import msgspec
 
@@ -257,13 +257,18 @@ class Worker(WorkerAdmin):
     async def admitted_whole(self, request: GenerateRequest) -> list[Event]:
         """As `admitted`, for a request that does not stream."""
         adapter_name = await self._let_in(request)
+        if adapter_name is None:
+            return await self._leased_whole(request, None)
         async with self._lease(adapter_name) as record:
-            request = await self._for_engine(request, record)
-            events = await whole_of(self.engine, request)
-            for event in events:
-                if isinstance(event, EndEvent):
-                    self._sign(event, request, record)
-            return events
+            return await self._leased_whole(request, record)
+
+    async def _leased_whole(self, request: GenerateRequest, record: AdapterRecord | None) -> list[Event]:
+        request = await self._for_engine(request, record)
+        events = await whole_of(self.engine, request)
+        for event in events:
+            if isinstance(event, EndEvent):
+                self._sign(event, request, record)
+        return events
 
     async def _let_in(self, request: GenerateRequest) -> str | None:
         """Check a request and hold it while the worker is not ready; the adapter that it needs."""
@@ -465,8 +470,8 @@ class _Admitted:
     def generate(self, request: GenerateRequest) -> AsyncIterator[Event]:
         return self._worker.admitted(request)
 
-    async def whole(self, request: GenerateRequest) -> list[Event]:
-        return await self._worker.admitted_whole(request)
+    def whole(self, request: GenerateRequest) -> Coroutine[Any, Any, list[Event]]:
+        return self._worker.admitted_whole(request)
 
     async def abort(self, request_id: str) -> int:
         return await self._worker.engine.abort(request_id)

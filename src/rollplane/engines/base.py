@@ -5,7 +5,7 @@ it, so they nest freely and one HTTP app serves any of them. What only some can 
 `rollplane.testing.check_engine` holds any implementation to the promises written here.
 """
 
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Sequence
 from typing import Any, Protocol, runtime_checkable
 
 from rollplane.protocol.admin import AllowTensors, FlushReport, PauseMode, PauseReport, ResumeReport, StagedWeights
@@ -62,16 +62,17 @@ async def close_events(events: AsyncIterator[Any]) -> None:
         await close()
 
 
-async def whole_of(engine: Engine, request: GenerateRequest) -> list[Event]:
+def whole_of(engine: Engine, request: GenerateRequest) -> Coroutine[Any, Any, list[Event]]:
     """Every event of one request that does not stream. Being cancelled stops the engine's work on it.
 
     An engine may have a method `whole` that gives them at once: iterators of iterators, at every depth, cost a small
     request a twentieth of its time. Whoever overrides `generate` of such an engine overrides `whole` too.
     """
-    whole = getattr(engine, "whole", None)
-    if whole is not None:
-        found: list[Event] = await whole(request)
-        return found
+    whole: Callable[[GenerateRequest], Coroutine[Any, Any, list[Event]]] | None = getattr(engine, "whole", None)
+    return _gathered(engine, request) if whole is None else whole(request)
+
+
+async def _gathered(engine: Engine, request: GenerateRequest) -> list[Event]:
     events = engine.generate(request)
     try:
         return [event async for event in events]

@@ -6,7 +6,8 @@ router's own: checks, placement, holding, versions.
 
 import asyncio
 import time
-from collections.abc import AsyncGenerator, Mapping
+from collections.abc import AsyncGenerator, Coroutine, Mapping
+from typing import Any
 
 import msgspec
 
@@ -66,10 +67,10 @@ class Models:
         router, request = self._for(request)
         return router.generate(request)
 
-    async def whole(self, request: GenerateRequest) -> list[Event]:
+    def whole(self, request: GenerateRequest) -> Coroutine[Any, Any, list[Event]]:
         """As `generate`, for a request that does not stream."""
         router, request = self._for(request)
-        return await router.whole(request)
+        return router.whole(request)
 
     def _for(self, request: GenerateRequest) -> tuple[Router, GenerateRequest]:
         router, known_as = self._of(request.model)

@@ -2,8 +2,8 @@
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Generator, Sequence
-from typing import Protocol
+from collections.abc import AsyncGenerator, Coroutine, Generator, Sequence
+from typing import Any, Protocol
 
 from rollplane.protocol.events import Event
 from rollplane.protocol.info import EngineHealth, EngineInfo
@@ -129,9 +129,9 @@ class RoutedRequests:
         """Serve a request that owns its id."""
         return self._router.routed(request)
 
-    async def whole(self, request: GenerateRequest) -> list[Event]:
+    def whole(self, request: GenerateRequest) -> Coroutine[Any, Any, list[Event]]:
         """As `generate`, for a request that does not stream."""
-        return await self._router.routed_whole(request)
+        return self._router.routed_whole(request)
 
 
 async def either(*events: asyncio.Event, timeout_s: float) -> None:

@@ -7,8 +7,8 @@ mistake is never repeated elsewhere. What was tried is in `attempt`.
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable, Sequence
-from typing import Final
+from collections.abc import AsyncGenerator, Callable, Coroutine, Sequence
+from typing import Any, Final
 
 import msgspec
 
@@ -255,9 +255,9 @@ class Router:
         """
         return self._live.generate(request)
 
-    async def whole(self, request: GenerateRequest) -> list[Event]:
+    def whole(self, request: GenerateRequest) -> Coroutine[Any, Any, list[Event]]:
         """As `generate`, for a request that does not stream."""
-        return await self._live.whole(request)
+        return self._live.whole(request)
 
     async def routed(self, request: GenerateRequest) -> AsyncGenerator[Event, None]:
         """Serve a request that owns its id: check, choose, send, move on."""
@@ -325,10 +325,11 @@ class Router:
         """Check a request and give it a placement; `_end` is owed."""
         deadline_s = request.options.deadline_s
         ends = None if deadline_s is None else time.monotonic() + deadline_s
-        if sum(len(item.kwargs or b"") for item in request.features or ()) > HASHED_IN_PLACE_BYTES:
-            await asyncio.to_thread(identify, request.features)
-        else:
-            identify(request.features)
+        if request.features:
+            if sum(len(item.kwargs or b"") for item in request.features) > HASHED_IN_PLACE_BYTES:
+                await asyncio.to_thread(identify, request.features)
+            else:
+                identify(request.features)
         try:
             info = self.fleet.info
         except Unavailable:

@@ -1,7 +1,7 @@
 """A router that shares its fleet's requests with those of other processes: an id is live in one of them."""
 
 import asyncio
-from collections.abc import AsyncGenerator
+from collections.abc import AsyncGenerator, Coroutine
 from typing import Any
 
 from rollplane.engines.base import whole_of
@@ -32,9 +32,9 @@ class CrewRouter(Router):
         """Serve one request in the process where its id lives; see `Router.generate`."""
         return self._claimed.generate(request)
 
-    async def whole(self, request: GenerateRequest) -> list[Event]:
+    def whole(self, request: GenerateRequest) -> Coroutine[Any, Any, list[Event]]:
         """As `generate`, for a request that does not stream."""
-        return await whole_of(self._claimed, request)
+        return whole_of(self._claimed, request)
 
     async def abort(self, request_id: str) -> int:
         """End a request, in whichever process it is."""

@@ -29,29 +29,20 @@ from rollplane.server.whole import WholeAnswer
 EVENT_STREAM: Final = "text/event-stream"
 
 
-async def generate(request: Request) -> ASGIApp:
-    """Serve one Generate request.
-
-    Raises:
-        RollplaneError: before the first byte of an answer; translated by the app.
-    """
-    return await serve(request)
-
-
-async def serve(
+async def generate(
     request: Request,
     *,
     routes: RoutesForm | None = None,
     prepare: Callable[[GenerateRequest], None] | None = None,
 ) -> ASGIApp:
-    """Serve a Generate request under one of its names.
+    """Serve one Generate request, under whichever of its names.
 
     Args:
         routes: the form of routed experts in a whole answer; None: what the request or the settings say.
         prepare: what this name checks and sets in the request, before it runs.
 
     Raises:
-        RollplaneError: see `generate`.
+        RollplaneError: before the first byte of an answer; translated by the app.
     """
     service: Service = request.app.state.service
     head, peer = head_of(request.scope), peer_of(request.scope)
@@ -95,8 +86,10 @@ async def serve(
 async def read_request(head: Mapping[str, str], body: bytes, service: Service) -> GenerateRequest:
     """The checked request in a body and its head; a big one is read in the pool."""
     kind = head.get("content-type", JSON)
+    if len(body) <= BIG_BODY_BYTES:
+        return parse_request(body, content_type=kind, headers=head, limits=service.limits)
     read = functools.partial(parse_request, body, content_type=kind, headers=head, limits=service.limits)
-    return await service.in_pool(read, big=len(body) > BIG_BODY_BYTES)
+    return await service.in_pool(read)
 
 
 @functools.lru_cache(maxsize=64)
@@ -143,7 +136,7 @@ async def _answer(
 ) -> bytes | list[Piece]:
     events = await whole_of(service.engine, request)
     big = any_big(events)
-    response = await service.in_pool(folded, events, plan, big=big)
+    response = await service.in_pool(folded, events, plan) if big else folded(events, plan)
     service.metrics.count_response(response)
     if not big and response.usage.completion_tokens <= BIG_NUMBERS:
         return encode_msgpack(response) if wanted == MSGPACK else encode_json(response, routes=routes)

@@ -12,7 +12,7 @@ from rollplane.errors import InvalidRequest
 from rollplane.protocol.request import GenerateRequest
 from rollplane.server.compat import LoadAdapterBody, load_adapter
 from rollplane.server.error_responses import json_response
-from rollplane.server.generate import serve
+from rollplane.server.generate import generate
 from rollplane.server.routes import ApiRoute, Doc
 from rollplane.server.wire_docs import GenerateBody, ListsAnswer
 
@@ -23,7 +23,7 @@ async def generate_with_routes(request: Request) -> ASGIApp:
     Raises:
         RollplaneError: see `server.generate.generate`; a model without routed experts is refused.
     """
-    return await serve(request, routes="nested", prepare=_require_routes)
+    return await generate(request, routes="nested", prepare=_require_routes)
 
 
 def _require_routes(asked: GenerateRequest) -> None:
