@@ -68,37 +68,23 @@ def _parse_long(data: bytes) -> LongAnswer | None:
     return LongAnswer(answer.prompt_info if answer.HasField("prompt_info") else None, output, rows.candidates)
 
 
-class _Layout(NamedTuple):
-    """How a row's field looks, by its length, as little-endian words: bits that are given, and what they are.
-
-    `head` is what follows the field's tag, `tail` its last bytes.
-    """
-
-    head: npt.NDArray[np.uint64]
-    head_mask: npt.NDArray[np.uint64]
-    tail: npt.NDArray[np.uint64]
-    tail_mask: npt.NDArray[np.uint64]
-    id_mask: npt.NDArray[np.uint64]
-    logprob_mask: npt.NDArray[np.uint64]
-
-
 def _lay_out() -> npt.NDArray[np.uint64]:
-    """The layouts [length, 6]. No field has a length that is not set: all bits are given then, the token's tag too."""
+    """How a row's field looks, by its length, as little-endian words [length, 3].
+
+    What is given of the word behind the field's tag, and which of its bits are given or those of ID; which of the field's
+    last word are given or those of LOGPROB and RANK. Of a length that no field has, no such word is right.
+    """
     longest = 4 + 1 + _MAX_ID_BYTES + 7
-    layouts = np.zeros((longest + 2, len(_Layout._fields)), dtype=np.uint64)
+    layouts = np.zeros((longest + 2, 3), dtype=np.uint64)
     layouts[:, 1] = np.iinfo(np.uint64).max
     for width in range(_MAX_ID_BYTES + 1):
-        id_tag, id_end = ([_TAG_ID], [0x80]) if width else ([], [])
-        more = [0x80] * (width - 1)
-        for has_logprob in (0, 1):
+        id_tag = [_TAG_ID] if width else []
+        for has_logprob in (False, True):
             size = 4 + len(id_tag) + width + 5 * has_logprob + 2
             layouts[size] = [
-                _word(size - 2, _TAG_TOKEN, size - 4, *id_tag, *more),
-                _word(0xFF, 0xFF, 0xFF, *[0xFF for _ in id_tag], *more, *id_end),
-                _word(0, _TAG_LOGPROB * has_logprob, 0, 0, 0, 0, _TAG_RANK, 0),
-                _word(0, 0xFF * has_logprob, 0, 0, 0, 0, 0xFF, 0x80),
-                _word(0, 0, 0, 0, *[0x7F] * width),
-                _word(0, 0, *[0xFF * has_logprob] * 4, 0, 0),
+                _word(size - 2, _TAG_TOKEN, size - 4, *id_tag, *[0x80] * (width - 1)),
+                _word(*[0xFF] * (3 + len(id_tag) + width)),
+                _word(0, *[0xFF * has_logprob] * 5, 0xFF, 0xFF),
             ]
     return layouts
 
@@ -108,6 +94,10 @@ def _word(*data: int) -> int:
 
 
 _LAYOUTS: Final = _lay_out()
+_TAIL: Final = _word(0, _TAG_LOGPROB, 0, 0, 0, 0, _TAG_RANK, 0)
+_HEAD_GIVEN: Final = _word(0xFF, 0xFF, 0xFF, 0xFF, *[0x80] * 4)
+_TAIL_GIVEN: Final = _word(0xFF, 0xFF, 0, 0, 0, 0, 0xFF, 0x80)
+"""What is not given is a number."""
 
 
 def _find_rows(data: bytes) -> _Rows | None:
@@ -125,23 +115,24 @@ def _find_rows(data: bytes) -> _Rows | None:
     edges[-1] = begins[-1] + 2 + buffer[begins[-1] + 1]
     if edges[-1] > len(data):
         return None
-    layout = _Layout(*_LAYOUTS.take(edges[1:] - begins, axis=0, mode="clip").T)
+    given, head_mask, tail_mask = _LAYOUTS.take(edges[1:] - begins, axis=0, mode="clip").T
     words = np.ndarray((buffer.size - _WORD + 1,), "<u8", buffer, 0, (1,))
     head, tail = words[begins + 1], words[edges[1:] - _WORD]
-    if np.bitwise_or.reduce((head ^ layout.head) & layout.head_mask | (tail ^ layout.tail) & layout.tail_mask):
+    head ^= given
+    head &= head_mask
+    tail ^= _TAIL
+    tail &= tail_mask
+    if np.bitwise_or.reduce(head) & _HEAD_GIVEN or np.bitwise_or.reduce(tail) & _TAIL_GIVEN:
         return None
-    head &= layout.id_mask
     head >>= 32
     ids = head & 0x7F
     for i in range(1, _MAX_ID_BYTES):
         head >>= 1
         ids |= head & (0x7F << 7 * i)
-    ranks = tail >> 56
-    tail &= layout.logprob_mask
     candidates = Candidates(
         ids.astype(np.int32),
         np.ndarray((count,), "<f4", tail, 2, (_WORD,)).astype(np.float32),
-        ranks.astype(np.int32),
+        tail.view(np.uint8)[7::_WORD].astype(np.int32),
         np.arange(count + 1, dtype=np.int32),
     )
     return _Rows(int(edges[0]), int(edges[-1]), candidates)
