@@ -13,6 +13,7 @@ import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
 from rollplane.engines.grpc.candidates import Candidates
+from rollplane.engines.grpc.packed import as_field
 from rollplane.engines.grpc.proto import answers_pb2 as wire
 
 LONG: Final = 4096
@@ -21,6 +22,7 @@ _TAG_ROW, _TAG_TOKEN, _TAG_ID, _TAG_LOGPROB, _TAG_RANK = 0x3A, 0x0A, 0x08, 0x15,
 _MAX_ID_BYTES: Final = 3
 """A longer ID would leave two ways to lay out a row of some length."""
 _WORD: Final = 8
+_OUTPUTS: Final = wire.GenerateResponse.OUTPUTS_FIELD_NUMBER
 
 
 class LongAnswer(NamedTuple):
@@ -58,11 +60,13 @@ def _parse_long(data: bytes) -> LongAnswer | None:
     rows = _find_rows(raw)
     if rows is None:
         return None
+    behind = raw[rows.end :]
+    parts = as_field(raw[: rows.begin], number=_OUTPUTS) + as_field(behind, number=_OUTPUTS)
     try:
-        output = wire.SequenceOutput.FromString(raw[: rows.begin])
-        output.MergeFromString(raw[rows.end :])
+        output, _ = wire.GenerateResponse.FromString(parts).outputs  # as deep as they stood: protobuf bounds the depth
     except DecodeError:
         return None  # what looked like a row was none
+    output.MergeFromString(behind)  # `MergeFrom` would leave out a last zero
     if output.candidate_tokens:
         return None
     return LongAnswer(answer.prompt_info if answer.HasField("prompt_info") else None, output, rows.candidates)

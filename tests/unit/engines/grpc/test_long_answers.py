@@ -123,6 +123,29 @@ def test_rows_that_do_not_stand_together_are_left_to_protobuf() -> None:
     assert isinstance(parse_answer(b"\x12" + bytes([len(raw)]) + raw), LongAnswer)
 
 
+@pytest.mark.usefixtures("every_length")
+def test_what_is_nested_too_deeply_is_refused_before_and_behind_the_rows() -> None:
+    data = answer([[(7, -0.5, 1)]], finish_info=finish(1)).SerializeToString()
+    begin = data.index(b"\x12") + 2
+    raw, row = data[begin:], data.index(b"\x3a") - begin
+    for depth in range(95, 103):
+        group = b"\x4b" * depth + b"\x4c" * depth
+        for changed in (raw[:row] + group + raw[row:], raw + group):
+            size = len(changed)
+            assert_alike(data[: begin - 1] + bytes([size & 0x7F | 0x80, size >> 7]) + changed)
+
+
+@pytest.mark.usefixtures("every_length")
+@pytest.mark.parametrize("zero", [b"\x08\x00", b"\x18\x00", b"\x42\x02\x08\x00", b"\x42\x02\x10\x00"])
+def test_a_zero_behind_the_rows_is_the_last_word(zero: bytes) -> None:
+    data = answer([[(7, -0.5, 1)]], index=1, finish_info=finish(1)).SerializeToString()
+    begin = data.index(b"\x12") + 2
+    changed = data[: begin - 1] + bytes([data[begin - 1] + len(zero)]) + data[begin:] + zero
+
+    assert isinstance(parse_answer(changed), LongAnswer)
+    assert_alike(changed)
+
+
 def _parsed(data: bytes) -> Any:
     try:
         return parse_answer(data)
