@@ -17,9 +17,12 @@ from tests.models.qwen_features import image_fields, payload
 from tests.models.tiny import shared_model
 from tests.waiting import until
 
+from rollplane.engines.grpc import services
+from rollplane.engines.grpc.channels import ChannelPool
 from rollplane.engines.grpc.engine import GrpcEngine
 from rollplane.engines.grpc.mock_server import MockVllmServer
 from rollplane.engines.grpc.settings import GrpcSettings
+from rollplane.engines.grpc.startup import probe
 from rollplane.engines.mock.engine import MockEngine
 from rollplane.engines.mock.settings import BREACHES, Fault, MockSettings
 from rollplane.errors import (
@@ -237,6 +240,55 @@ async def test_an_answer_that_breaks_the_wires_promises_is_refused(kind: Any, st
             await answer(engine, make_request(max_tokens=6, logprobs=1, stream=stream))
 
         await answer(engine, make_request(max_tokens=6, logprobs=1, stream=stream))
+
+
+def spoil(monkeypatch: pytest.MonkeyPatch, kind: str, data: bytes) -> None:
+    """A server that starts after this sends these bytes in place of every message of a kind."""
+    serialize = services._serialize
+
+    def spoiled(message: Any) -> bytes:
+        return data if type(message).__name__ == kind else serialize(message)
+
+    monkeypatch.setattr(services, "_serialize", spoiled)
+
+
+@pytest.mark.parametrize("asked", [{}, {"options": {"exact_spans": True}}, {"stream": True}, {"n": 2}])
+@pytest.mark.parametrize("size", [1, 5000])
+async def test_an_answer_that_protobuf_cannot_read_is_a_breach(
+    asked: dict[str, Any], size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spoil(monkeypatch, "GenerateResponse", b"\xff" * size)
+    async with running() as (engine, _):
+        with pytest.raises(EngineProtocolError, match=r"choice \d: an answer that protobuf cannot read"):
+            await collect(engine, make_request(max_tokens=4, logprobs=1, **asked))
+
+        assert (await engine.health()).alive
+
+
+async def test_an_answer_to_a_control_call_that_protobuf_cannot_read_is_a_breach(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    spoil(monkeypatch, "PauseGenerationResponse", b"\xff")
+    async with running() as (engine, _):
+        with pytest.raises(EngineProtocolError, match="PauseGeneration: an answer that protobuf cannot read"):
+            await engine.pause("keep")
+
+
+async def test_an_answer_on_health_that_protobuf_cannot_read_is_not_serving() -> None:
+    async def check(_: Any, __: Any) -> bytes:
+        return b"\xff"
+
+    server = grpc.aio.server()
+    methods = {"Check": grpc.unary_unary_rpc_method_handler(check)}
+    server.add_generic_rpc_handlers([grpc.method_handlers_generic_handler("grpc.health.v1.Health", methods)])
+    port = server.add_insecure_port("127.0.0.1:0")
+    await server.start()
+    pool = ChannelPool(GrpcSettings(endpoint=f"127.0.0.1:{port}"))
+    try:
+        assert await probe(pool, "any", timeout_s=5) == "an answer on its health that protobuf cannot read"
+    finally:
+        await pool.close()
+        await server.stop(None)
 
 
 async def test_a_failure_of_one_request_is_its_own() -> None:

@@ -5,7 +5,7 @@ Numbers go straight from repeated fields, or from their packed bytes, into array
 
 import struct
 from collections.abc import Sequence
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 import numpy as np
 from google.protobuf.message import DecodeError
@@ -64,12 +64,17 @@ class AnswerReader:
     def __repr__(self) -> str:
         return f"<AnswerReader {self._request.request_id} choice {self.index}: {self.tokens} tokens{', finished' if self.finished else ''}>"
 
-    def read(self, answer: wire.GenerateResponse | LongAnswer) -> tuple[PromptEvent | None, ChoiceEvent | None]:
+    def read(self, answer: wire.GenerateResponse | LongAnswer | None) -> tuple[PromptEvent | None, ChoiceEvent | None]:
         """The events of one message; None where it says nothing of the kind.
+
+        Args:
+            answer: None where protobuf could not read it, for so gRPC hands it on.
 
         Raises:
             EngineProtocolError: with the numbers.
         """
+        if answer is None:
+            self._breach("an answer that protobuf cannot read")
         if isinstance(answer, LongAnswer):
             prompt = None if answer.prompt_info is None else self._read_prompt(answer.prompt_info)
             return prompt, self._read_output(answer.output, answer.candidates)
@@ -212,7 +217,7 @@ class AnswerReader:
             offsets=np.concatenate([[0], np.cumsum(counts)]).astype(np.int32),
         )
 
-    def _breach(self, says: str) -> None:
+    def _breach(self, says: str) -> NoReturn:
         raise EngineProtocolError(f"request {self._request.request_id}, choice {self.index}: {says}")
 
 

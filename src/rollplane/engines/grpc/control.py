@@ -9,6 +9,7 @@ import grpc.aio
 from rollplane.engines.grpc.channels import ChannelPool
 from rollplane.engines.grpc.proto import control_pb2 as pb
 from rollplane.engines.grpc.status import error_from_control
+from rollplane.errors import EngineProtocolError
 from rollplane.protocol.admin import PauseMode
 
 PAUSE_MODES: Final = {"abort": pb.PAUSE_MODE_ABORT, "wait": pb.PAUSE_MODE_WAIT, "keep": pb.PAUSE_MODE_KEEP}
@@ -29,14 +30,17 @@ class ControlCalls:
         """Call one rpc by name.
 
         Raises:
-            RollplaneError: what the server said.
+            RollplaneError: what the server said. EngineProtocolError: nothing that can be read.
         """
         try:
-            return await getattr(self._pool.control, name)(
+            answer = await getattr(self._pool.control, name)(
                 request, timeout=timeout_s or self._timeout_s, metadata=self._pool.metadata()
             )
         except grpc.aio.AioRpcError as error:
             raise error_from_control(error, what=what or name) from None
+        if answer is None:  # so gRPC hands on what could not be read
+            raise EngineProtocolError(f"{what or name}: an answer that protobuf cannot read")
+        return answer
 
     async def server_info(self) -> pb.ServerInfo:
         """Facts of the server."""

@@ -59,12 +59,14 @@ async def probe(pool: ChannelPool, service: str, *, timeout_s: float) -> str | N
         response_deserializer=health_pb2.HealthCheckResponse.FromString,
     )
     try:
-        answer = await check(
+        answer: health_pb2.HealthCheckResponse | None = await check(
             health_pb2.HealthCheckRequest(service=service), timeout=timeout_s, metadata=pool.metadata()
         )
     except grpc.aio.AioRpcError as error:
         code, details = status_of(error)
         return f"{code.name} {details}".strip()
+    if answer is None:  # so gRPC hands on what could not be read
+        return "an answer on its health that protobuf cannot read"
     if answer.status == health_pb2.HealthCheckResponse.SERVING:
         return None
     return f"health {health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)}"
