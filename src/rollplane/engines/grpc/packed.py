@@ -2,9 +2,8 @@
 
 from typing import Any, Final
 
-import numpy as np
-
 from rollplane.protocol.arrays import Int32Array
+from rollplane.protocol.token_ids import largest_id
 
 FEW: Final = 640
 """Up to so many entries a list costs less."""
@@ -13,8 +12,12 @@ MOST: Final = (1 << 28) - 1
 
 
 def extend_field(message: Any, name: str, values: Int32Array) -> None:
-    """Add numbers, none negative, to a packed field of a message whose only set field it is."""
-    if values.size <= FEW or np.maximum.reduce(values) > MOST:
+    """Add numbers to a packed field of a message whose only set field it is.
+
+    Raises:
+        ValueError: a negative number.
+    """
+    if values.size <= FEW or largest_id(values) > MOST:
         getattr(message, name).extend(values.tolist())
         return
     number = message.DESCRIPTOR.fields_by_name[name].number

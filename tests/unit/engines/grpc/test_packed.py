@@ -27,3 +27,13 @@ def test_every_width_alone_is_written() -> None:
         found = pb.TokenIds()
         extend_field(found, "ids", ids)
         assert list(found.ids) == ids.tolist()
+
+
+@pytest.mark.parametrize("count", [1, FEW, FEW + 1, 5 * FEW])
+@pytest.mark.parametrize("value", [-1, -(2**31)])
+def test_a_negative_number_is_refused_however_many_there_are(count: int, value: int) -> None:
+    ids = np.full(count, 7, dtype=np.int32)
+    ids[-1] = value
+
+    with pytest.raises(ValueError, match="-"):
+        extend_field(pb.TokenIds(), "ids", ids)
