@@ -6,10 +6,11 @@
 Every stack stands in front of one server: a mock that sends one token per message, as fast as it can (`mock-per-token`) or
 each when it is made (`mock-stepwise`), one that sends the whole answer at once (`mock-whole`), or vLLM's Rust server over a
 real engine with a tiny model. `vllm-python` is vLLM's Python server beside our worker with vLLM in its process, each with an
-engine of its own. Tokens per second through a real engine, with their bounds: `bench/throughput.py`. Rounds go through the stacks in turn; each figure is the median of its rounds. CPU is that of
-the stack's own processes, user and system, as /proc counts it; neither the engine's nor this client's. `routes` and `masks`
-need an engine that has them: the mock engine inside the worker, with a mixture of 48 layers x 8 experts; vLLM's gRPC
-services carry neither, so Dynamo has no row.
+engine of its own. Tokens per second through a real engine, with their bounds: `bench/throughput.py`. Rounds of two seconds
+and more go through the stacks in turn; each figure is the median of its rounds. CPU is that of the stack's own processes,
+user and system, as /proc counts it; neither the engine's nor this client's. `routes` and `masks` need an engine that has
+them: the mock engine inside the worker, with a mixture of 48 layers x 8 experts; vLLM's gRPC services carry neither, so
+Dynamo has no row.
 A row of `--json` has also the CPU of each process and the time that a client needs to read one answer.
 """
 
@@ -47,6 +48,9 @@ ENGINES = {
 }
 CONCURRENCY = {256: 32, 2048: 16, 8192: 8}
 REQUESTS = {256: 256, 2048: 64, 8192: 16}
+ROUND_S = 2.0
+"""The least time of a round. So many requests are some tenths of a second of the cheapest stack, which begins with caches
+that the stack before it has filled; a server under load is warm."""
 SERVED_BY: dict[str, tuple[Mode, ...]] = {
     PER_TOKEN: ("unary", "msgpack", "stream", "features"),
     STEPWISE: ("unary", "msgpack", "stream"),
@@ -130,8 +134,10 @@ async def measure(group: list[Case], *, rounds: int) -> list[dict[str, Any]]:
                 name, said = case.stack.name, mode if case.stack.msgpack or mode != "msgpack" else "unary"
                 before = case.stack.cpu_s()
                 requests = load.requests if number >= 0 else min(load.requests, load.concurrency)
-                outcome = await run(session, case.stack.url, sent, load, said, requests=requests)
+                seconds = ROUND_S if number >= 0 else 0.0
+                outcome = await run(session, case.stack.url, sent, load, said, requests=requests, seconds=seconds)
                 after = case.stack.cpu_s()
+                requests = len(outcome.latencies_s)
                 if number >= 0:
                     outcomes[name].append(outcome)
                     costs_ms[name].append({key: (after[key] - before[key]) / requests * 1e3 for key in before})
@@ -143,7 +149,7 @@ async def measure(group: list[Case], *, rounds: int) -> list[dict[str, Any]]:
             "output": load.output,
             "mode": mode,
             "cpu_ms_per_request": median([sum(each.values()) for each in costs_ms[case.stack.name]]),
-            "requests_per_s": median([load.requests / each.wall_s for each in outcomes[case.stack.name]]),
+            "requests_per_s": median([len(each.latencies_s) / each.wall_s for each in outcomes[case.stack.name]]),
             "p50_ms": 1e3 * median([percentile(each.latencies_s, 0.5) for each in outcomes[case.stack.name]]),
             "p99_ms": 1e3 * median([percentile(each.latencies_s, 0.99) for each in outcomes[case.stack.name]]),
             "bytes_per_answer": round(

@@ -80,9 +80,16 @@ def bodies(load: Load, mode: Mode, *, model: str = MODEL) -> list[bytes]:
 
 
 async def run(
-    session: aiohttp.ClientSession, url: str, sent: list[bytes], load: Load, mode: Mode, *, requests: int
+    session: aiohttp.ClientSession,
+    url: str,
+    sent: list[bytes],
+    load: Load,
+    mode: Mode,
+    *,
+    requests: int,
+    seconds: float = 0.0,
 ) -> Outcome:
-    """One round.
+    """One round: so many requests, and then more until so much time is over.
 
     Raises:
         RuntimeError: an answer that is none, or the wrong number of tokens.
@@ -97,7 +104,7 @@ async def run(
 
     async def client() -> None:
         nonlocal last
-        while next(count) < requests:
+        while next(count) < requests or time.perf_counter() < ends_s:
             began_s = time.perf_counter()
             async with session.post(f"{url}{PATH}", data=next(left), headers=headers) as answered:
                 found = await answered.read()
@@ -108,6 +115,7 @@ async def run(
                 raise RuntimeError(f"{url} answered {answered.status}: {found[:300]!r}")
 
     began_s = time.perf_counter()
+    ends_s = began_s + seconds
     async with asyncio.TaskGroup() as group:
         for _ in range(min(load.concurrency, requests)):
             group.create_task(client())
