@@ -274,9 +274,14 @@ async def test_an_answer_to_a_control_call_that_protobuf_cannot_read_is_a_breach
             await engine.pause("keep")
 
 
-async def test_an_answer_on_health_that_protobuf_cannot_read_is_not_serving() -> None:
+@pytest.mark.parametrize(
+    ("data", "says"),
+    [(b"\xff", "an answer on its health that protobuf cannot read"), (b"\x08\x09", "health 9")],
+    ids=["no message", "a status of another release"],
+)
+async def test_an_answer_on_health_that_cannot_be_read_is_not_serving(data: bytes, says: str) -> None:
     async def check(_: Any, __: Any) -> bytes:
-        return b"\xff"
+        return data
 
     server = grpc.aio.server()
     methods = {"Check": grpc.unary_unary_rpc_method_handler(check)}
@@ -285,7 +290,7 @@ async def test_an_answer_on_health_that_protobuf_cannot_read_is_not_serving() ->
     await server.start()
     pool = ChannelPool(GrpcSettings(endpoint=f"127.0.0.1:{port}"))
     try:
-        assert await probe(pool, "any", timeout_s=5) == "an answer on its health that protobuf cannot read"
+        assert await probe(pool, "any", timeout_s=5) == says
     finally:
         await pool.close()
         await server.stop(None)

@@ -69,7 +69,8 @@ async def probe(pool: ChannelPool, service: str, *, timeout_s: float) -> str | N
         return "an answer on its health that protobuf cannot read"
     if answer.status == health_pb2.HealthCheckResponse.SERVING:
         return None
-    return f"health {health_pb2.HealthCheckResponse.ServingStatus.Name(answer.status)}"
+    known = health_pb2.HealthCheckResponse.ServingStatus
+    return f"health {known.Name(answer.status) if answer.status in known.values() else answer.status}"
 
 
 async def read_facts(control: ControlCalls, settings: GrpcSettings) -> tuple[EngineInfo, MediaModel, str]:
