@@ -97,6 +97,10 @@ class Fold:
                 raise EngineProtocolError(
                     f"the prompt has {self.plan.prompt_tokens} tokens, the engine says {event.prompt_tokens}"
                 )
+            if event.prompt_tokens < 0 or (event.cached_tokens or 0) < 0:
+                raise EngineProtocolError(
+                    f"the engine says that the prompt has {event.prompt_tokens} tokens, {event.cached_tokens} of them cached"
+                )
             if self._done:
                 raise EngineProtocolError(f"the prompt was announced after the choices {sorted(self._done)} ended")
             check_prompt(event.prompt_token_ids, event.prompt_logprobs, prompt_tokens=event.prompt_tokens)
@@ -112,6 +116,8 @@ class Fold:
             lacking = [i for i, choice in sorted(self._done.items()) if choice.routed_experts is None]
             if 0 < len(lacking) < choices:
                 raise EngineProtocolError(f"choices {lacking} lack routed experts, the others have them")
+        if event.served_by.floored_logprobs < 0:
+            raise EngineProtocolError(f"the engine says that it floored {event.served_by.floored_logprobs} logprobs")
         self._end = event
         return None
 

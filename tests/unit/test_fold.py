@@ -12,7 +12,7 @@ from tests.unit.protocol.answers import float32, int32, responses
 from rollplane.errors import EngineProtocolError
 from rollplane.fold import Fold, FoldPlan, check_again, concat_ids, concat_logprobs
 from rollplane.protocol.artifacts import Alternatives, PromptLogprobs, RoutedExperts, SamplingMask, TokenLogprobs
-from rollplane.protocol.events import ChoiceEvent, EndEvent, ErrorEvent, PromptEvent
+from rollplane.protocol.events import ChoiceEvent, EndEvent, ErrorEvent, PromptEvent, ServedBy
 from rollplane.protocol.response import GenerateResponse
 
 
@@ -126,6 +126,9 @@ BREACHES: list[tuple[str, dict[str, Any], list[Any], str]] = [
     ("a late prompt", {"choices": 2}, [done(), PROMPT], r"announced after the choices \[0\] ended"),
     ("another prompt length", {}, [PromptEvent(prompt_tokens=4)], "prompt has 3 tokens, the engine says 4"),
     ("other prompt ids", {}, [PromptEvent(prompt_tokens=3, prompt_token_ids=int32([1]))], "1 ids, the prompt 3"),
+    ("a prompt of less than nothing", {"prompt_tokens": None}, [PromptEvent(prompt_tokens=-5)], "prompt has -5 tokens"),
+    ("less than nothing cached", {}, [PromptEvent(prompt_tokens=3, cached_tokens=-1)], "has 3 tokens, -1 of them cached"),
+    ("less than nothing floored", {}, [done(), EndEvent(served_by=ServedBy(floored_logprobs=-1))], "floored -1 logprobs"),
     ("a missing terminal", {"choices": 3}, [done(index=1), EndEvent()], r"terminal event for the choices \[0, 2\]"),
     ("no such choice", {}, [done(index=1)], "choice 1 of a request for 1"),
     ("a negative choice", {}, [done(index=-1)], "choice -1 of a request for 1"),

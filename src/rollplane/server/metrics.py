@@ -91,10 +91,10 @@ class Metrics:
 
     def collect(self) -> Iterable[Metric]:
         """Bring the counters up to date, before the registry reads them. On the event loop, as all that counts."""
-        self._whole.inc(self._answered)
-        self.prompt_tokens.inc(self._prompt_tokens)
-        self.completion_tokens.inc(self._completion_tokens)
-        self._answered = self._prompt_tokens = self._completion_tokens = 0
+        counts = self._answered, self._prompt_tokens, self._completion_tokens
+        self._answered = self._prompt_tokens = self._completion_tokens = 0  # first: none is handed over twice
+        for counter, count in zip((self._whole, self.prompt_tokens, self.completion_tokens), counts, strict=True):
+            counter.inc(count)
         return ()
 
     def count_error(self, error: RollplaneError, *, stream: bool) -> None:
