@@ -257,18 +257,13 @@ class Worker(WorkerAdmin):
     async def admitted_whole(self, request: GenerateRequest) -> list[Event]:
         """As `admitted`, for a request that does not stream."""
         adapter_name = await self._let_in(request)
-        if adapter_name is None:
-            return await self._leased_whole(request, None)
         async with self._lease(adapter_name) as record:
-            return await self._leased_whole(request, record)
-
-    async def _leased_whole(self, request: GenerateRequest, record: AdapterRecord | None) -> list[Event]:
-        request = await self._for_engine(request, record)
-        events = await whole_of(self.engine, request)
-        for event in events:
-            if isinstance(event, EndEvent):
-                self._sign(event, request, record)
-        return events
+            request = await self._for_engine(request, record)
+            events = await whole_of(self.engine, request)
+            for event in events:
+                if isinstance(event, EndEvent):
+                    self._sign(event, request, record)
+            return events
 
     async def _let_in(self, request: GenerateRequest) -> str | None:
         """Check a request and hold it while the worker is not ready; the adapter that it needs."""

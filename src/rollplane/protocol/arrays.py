@@ -60,20 +60,19 @@ def decode_array(obj: Any) -> npt.NDArray[Any]:
     dtype = _DTYPES.get(name) if isinstance(name, str) else None
     if dtype is None:
         raise ValueError(f"array dtype {name!r} is not one of {sorted(WIRE_DTYPES)}")
-    flat = isinstance(shape, list) and len(shape) == 1
-    if not isinstance(shape, list) or (_is_odd(shape[0]) if flat else any(map(_is_odd, shape))):
+    if not isinstance(shape, list) or any(map(_is_odd, shape)):
         raise ValueError(f"array shape {shape!r} is not a list of sizes")
-    if not flat and len(shape) > MAX_DIMENSIONS:
+    if len(shape) > MAX_DIMENSIONS:
         raise ValueError(f"array shape has {len(shape)} dimensions, the limit is {MAX_DIMENSIONS}")
     if not isinstance(data, (bytes, memoryview)):
         raise ValueError(f"array data is a {type(data).__name__}, not bytes")
-    wanted = (shape[0] if flat else math.prod(shape)) * dtype.itemsize
+    wanted = (shape[0] if len(shape) == 1 else math.prod(shape)) * dtype.itemsize
     if wanted != len(data):
         raise ValueError(f"array of shape {shape} and dtype {name} needs {wanted} bytes, got {len(data)}")
     if name == "bool" and np.frombuffer(data, dtype=np.uint8).max(initial=0) > 1:
         raise ValueError("array data of dtype bool holds bytes other than 0 and 1")
     array = np.frombuffer(data, dtype=dtype)
-    return array if flat else array.reshape(shape)
+    return array if len(shape) == 1 else array.reshape(shape)
 
 
 def _is_odd(size: Any) -> bool:

@@ -98,8 +98,7 @@ class SamplingParams(
     @property
     def truncates(self) -> bool:
         """Whether top-k, top-p or min-p removes tokens from the support."""
-        given = self._given
-        return bool(given.get("top_k", 0) > 0 or given.get("top_p", 1.0) < 1.0 or given.get("min_p", 0.0) > 0.0)
+        return self.top_k_limit > 0 or self.get("top_p", 1.0) < 1.0 or self.get("min_p", 0.0) > 0.0
 
 
 _MSGSPEC_PATH: Final = re.compile(r"(.*) - at `(?:key` in `)?\$([^`]*)`", re.DOTALL)

@@ -86,10 +86,8 @@ async def generate(
 async def read_request(head: Mapping[str, str], body: bytes, service: Service) -> GenerateRequest:
     """The checked request in a body and its head; a big one is read in the pool."""
     kind = head.get("content-type", JSON)
-    if len(body) <= BIG_BODY_BYTES:
-        return parse_request(body, content_type=kind, headers=head, limits=service.limits)
     read = functools.partial(parse_request, body, content_type=kind, headers=head, limits=service.limits)
-    return await service.in_pool(read)
+    return await service.in_pool(read, big=len(body) > BIG_BODY_BYTES)
 
 
 @functools.lru_cache(maxsize=64)
@@ -136,7 +134,7 @@ async def _answer(
 ) -> bytes | list[Piece]:
     events = await whole_of(service.engine, request)
     big = any_big(events)
-    response = await service.in_pool(folded, events, plan) if big else folded(events, plan)
+    response = await service.in_pool(folded, events, plan, big=big)
     service.metrics.count_response(response)
     if not big and response.usage.completion_tokens <= BIG_NUMBERS:
         return encode_msgpack(response) if wanted == MSGPACK else encode_json(response, routes=routes)

@@ -78,8 +78,7 @@ async def _read(request: Request, service: Service) -> GenerateRequest:
         timeout_s=service.settings.body_timeout_s,
         peer=peer_of(request.scope),
     )
-    big = len(body) > BIG_BODY_BYTES
-    hop = await service.in_pool(decode_hop_request, body) if big else decode_hop_request(body)
+    hop = await service.in_pool(decode_hop_request, body, big=len(body) > BIG_BODY_BYTES)
     if hop.deadline_s is not None:
         hop.request.options.deadline_s = max(hop.deadline_s, 0.001)
     return hop.request
