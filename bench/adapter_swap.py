@@ -40,7 +40,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 from tests.models import tiny
 
 from rollplane.protocol.events import ChoiceEvent
-from rollplane.server.ops import share_interpreter, spare_collector
+from rollplane.server.ops import prepare_process
 from rollplane.testing import make_request
 from rollplane.worker import Worker
 
@@ -238,8 +238,7 @@ async def main() -> None:
         )
         worker = Worker(engine)
         await worker.start()
-        spare_collector()  # as a worker process does
-        share_interpreter()
+        prepare_process()  # as a worker process does
         try:
             await report(worker, adapters, options)
         finally:

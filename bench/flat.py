@@ -25,7 +25,7 @@ from rollplane.engines.mock.settings import MockSettings
 from rollplane.server.app import create_app
 from rollplane.server.auth import KeyRing
 from rollplane.server.metrics import Metrics
-from rollplane.server.ops import bind, make_server, share_interpreter, spare_collector, url_of
+from rollplane.server.ops import bind, make_server, prepare_process, url_of
 from rollplane.server.service import Service
 from rollplane.worker import Worker, WorkerSettings
 from stacks import MODEL, Stack, interpreter, rack, wait_until_serving
@@ -55,8 +55,7 @@ async def serve(count: int, pipe: Connection) -> None:
         server = make_server(create_app(service), settings)
         running.append(asyncio.create_task(server.serve(sockets=[sock])))
         urls.append(url_of(sock))
-    spare_collector()
-    share_interpreter()
+    prepare_process()
     await asyncio.sleep(0.5)
     pipe.send(urls)
     await asyncio.to_thread(pipe.recv)

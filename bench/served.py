@@ -22,7 +22,7 @@ from rollplane.router.router import Router
 from rollplane.server.app import create_app
 from rollplane.server.auth import KeyRing
 from rollplane.server.metrics import Metrics
-from rollplane.server.ops import bind, make_server, share_interpreter, spare_collector, url_of
+from rollplane.server.ops import bind, make_server, prepare_process, url_of
 from rollplane.server.service import Service
 from rollplane.worker import Worker, WorkerSettings
 
@@ -101,8 +101,7 @@ async def _serve(make: Callable[[], Engine] | None, workers: list[str], pipe: Co
     serving = asyncio.create_task(server.serve(sockets=[sock]))
     while not server.started or (make is None and not all(m.routable for m in fleet.members)):  # noqa: ASYNC110
         await asyncio.sleep(0.01)
-    spare_collector()
-    share_interpreter()
+    prepare_process()
     pipe.send(url_of(sock))
     loop, stall_s = asyncio.get_running_loop(), [0.0]
 

@@ -238,6 +238,49 @@ async def test_a_reader_who_takes_nothing_holds_the_worker_up() -> None:
         assert connection.ended
 
 
+class Endless(asyncio.Transport):
+    """A socket that always has more, until reading it is paused: uvloop reads one 32 times before anybody else has a turn."""
+
+    reading = True
+
+    def writelines(self, list_of_data: object) -> None: ...
+
+    def get_extra_info(self, name: str, default: object = None) -> object:
+        return default
+
+    def is_closing(self) -> bool:
+        return False
+
+    def pause_reading(self) -> None:
+        self.reading = False
+
+    def resume_reading(self) -> None:
+        self.reading = True
+
+    def abort(self) -> None: ...
+
+
+async def test_no_more_is_read_than_a_reader_takes_who_was_woken_and_has_not_run_yet() -> None:
+    connection, socket = HopConnection(asyncio.get_running_loop()), Endless()
+    connection.connection_made(socket)
+    connection.post(b"head", b"body", limit_s=5.0, in_all=True)
+    connection.data_received(b"HTTP/1.1 200 OK\r\nContent-Length: 67108864\r\n\r\n")
+    assert await connection.head() == 200
+    piece, taken = bytes(65536), 0
+    for _ in range(3):
+        reading = asyncio.ensure_future(connection.read())
+        await asyncio.sleep(0)  # it waits
+        assert socket.reading
+        pieces = 0
+        while socket.reading and pieces < 1000:
+            connection.data_received(piece)
+            pieces += 1
+        assert pieces * len(piece) <= HIGH_WATER_BYTES + len(piece)
+        taken += len(await reading)
+        assert taken % len(piece) == 0
+    connection.close()
+
+
 async def test_idle_connections_are_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
     async with pool_to(answering(OK, OK)) as pool:
         connection = await asked(pool)

@@ -206,12 +206,12 @@ class HopConnection(asyncio.Protocol):
             self._fail(TransportError(f"the head of the answer is over the limit of {MAX_HEAD_BYTES} bytes"))
         elif self._size > MAX_FRAME_BYTES + 4:
             self._fail(TransportError(f"a frame of {self._size} bytes or more is over the limit of {MAX_FRAME_BYTES}"))
-        elif waiter is None:
+        else:
+            if waiter is not None and has_head and not waiter.done():
+                waiter.set_result(None)
             if self._size > HIGH_WATER_BYTES and not ended and self._transport is not None:
                 self._paused = True
                 self._transport.pause_reading()
-        elif has_head and not waiter.done():
-            waiter.set_result(None)
 
     def eof_received(self) -> None:
         """The worker sends no more; the connection closes."""

@@ -510,7 +510,7 @@ async def _all_events(connection: HopConnection) -> list[HopEvent]:
     return found
 
 
-async def _events_in(frame: bytes | bytearray) -> list[HopEvent]:
+async def _events_in(frame: bytes | memoryview) -> list[HopEvent]:
     return await asyncio.to_thread(decode_events, frame) if len(frame) > BIG_FRAME_BYTES else decode_events(frame)
 
 

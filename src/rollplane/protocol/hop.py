@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from typing import Final
 
 import msgspec
+import numpy as np
 
 from rollplane.errors import InvalidRequest, TransportError
 from rollplane.protocol.answer import WIRE_VERSION
@@ -115,7 +116,7 @@ class FrameReader:
 
     def __init__(self) -> None:
         self._head = b""
-        self._body: bytearray | None = None
+        self._body: memoryview | None = None
         self._filled = 0
 
     def __repr__(self) -> str:
@@ -133,13 +134,13 @@ class FrameReader:
         """
         return iter([decode_events(body) for body in self.cut(data)])
 
-    def cut(self, data: bytes) -> list[bytes | bytearray]:
+    def cut(self, data: bytes) -> list[bytes | memoryview]:
         """The bodies, for `decode_events`, of every frame that is now whole.
 
         Raises:
             TransportError: a frame over the limit.
         """
-        found: list[bytes | bytearray] = []
+        found: list[bytes | memoryview] = []
         whole, at = memoryview(data), 0
         while True:
             if self._body is None:
@@ -160,7 +161,7 @@ class FrameReader:
                     found.append(data[at : at + length])
                     at += length
                     continue
-                self._body, self._filled = bytearray(length), 0
+                self._body, self._filled = np.empty(length, dtype=np.uint8).data, 0
             taken = min(len(self._body) - self._filled, len(data) - at)
             self._body[self._filled : self._filled + taken] = whole[at : at + taken]
             self._filled += taken
@@ -180,7 +181,7 @@ class FrameReader:
             raise TransportError(f"the connection ended inside a frame ({self._waiting} bytes of it arrived)")
 
 
-def decode_events(body: bytes | bytearray) -> list[HopEvent]:
+def decode_events(body: bytes | memoryview) -> list[HopEvent]:
     """The events in a frame's body.
 
     Raises:
