@@ -214,13 +214,18 @@ def wait_for_http(url: str, process: Supervised, log: Path, *, timeout_s: float)
     raise RuntimeError(f"{url} did not answer within {timeout_s} s:\n{_tail(log)}")
 
 
+_told: set[int] = set()
+"""Ports that `free_ports` gave in this process."""
+
+
 def free_ports(count: int, *, highest: int = 32_767) -> list[int]:
-    """Ports of 127.0.0.1 from 20000 up to `highest` that were free a moment ago, all different.
+    """Ports of 127.0.0.1 from 20000 up to `highest` that were free a moment ago, all different, and not told before.
 
     The default stays below those that Linux gives to outgoing connections: a server that starts for half a minute would
     find its port taken by somebody's request.
     """
-    candidates = random.SystemRandom().sample(range(20_000, highest + 1), 200)  # other processes draw others
+    among = [port for port in range(20_000, highest + 1) if port not in _told]  # one told may not be bound yet
+    candidates = random.SystemRandom().sample(among, 200)  # other processes draw others
     found: list[int] = []
     with contextlib.ExitStack() as stack:
         for port in candidates:
@@ -229,6 +234,7 @@ def free_ports(count: int, *, highest: int = 32_767) -> list[int]:
                 each.bind(("127.0.0.1", port))
                 found.append(port)
             if len(found) == count:
+                _told.update(found)
                 return found
     raise RuntimeError(f"found {len(found)} free ports, not {count}")
 
